@@ -3,15 +3,13 @@
     python3 bench/enqueue_before.py [COMMIT] [--rounds 5] [--json enqueue.json]
 
 The driver's calls do nothing, so no GPU is needed. A figure is processor time, in % of the time that the bus
-takes for the same bytes (55 GB/s), and the least of all rounds. By default the commit is the last one before
-whole transfers became the default: its engines kept layers apart, and saved and loaded layer by layer.
+takes for the same bytes (55 GB/s), and the least of all rounds. The commit must have the same mover.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import json
 import subprocess
 import sys
@@ -24,27 +22,11 @@ from typing import Any
 import numpy as np
 
 REPO = Path(__file__).resolve().parents[1]
-BEFORE = "cca73968978640aa1acceefacf79d43c6b509eb8"
 BUS = 55e9
 MODELS = {"8B": (32, 8), "70B, TP 8": (80, 1)}
 TOKENS = {"2k": 2048, "8k": 8192}
 BLOCK = 16
 WAYS = "layers apart, layer by layer", "layers apart, whole", "together, layer by layer", "together, whole"
-
-
-def named(*places: str) -> Any:
-    """The module, by the first of its names that this tree has."""
-    for place in places:
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if not place.startswith(error.name or "?"):
-                raise
-    raise ModuleNotFoundError(places[0])
-
-
-def both(*modules: str) -> list[Any]:
-    return [named(f"lmtier.copy.cuda.{each}", f"lmtier.cuda.{each}") for each in modules]
 
 
 class Event:
@@ -80,10 +62,8 @@ class Stream:
 
 class Device:
     def __init__(self) -> None:
-        kernels, streams = (
-            named(f"lmtier.copy.cuda.{n}", f"lmtier.cuda.{n}") for n in ("kernels", "streams")
-        )
-        driver = named("lmtier.copy.cuda.driver", "lmtier.cuda.driver", "lmtier.cuda.device")
+        from lmtier.copy.cuda import driver, kernels, streams
+
         library = type("Library", (), {})()
         for name in ("cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync_v2", "cuMemcpy2DAsync_v2"):
             # A function of C that looks at nothing but its first two arguments: 0, unless they are the same.
@@ -91,7 +71,10 @@ class Device:
         made = driver.Driver(library)
         self.spread = kernels.Spread(8)
         self.compute, *others = (Stream(made) for _ in range(5))
-        self.store, self.load = streams.Lane(*others[:2], True), streams.Lane(*others[2:], False)
+        self.store, self.load = (
+            streams.StreamPair(*others[:2], True),
+            streams.StreamPair(*others[2:], False),
+        )
         self._kept: list[Any] = []
 
     def memory(self, nbytes: int) -> int:
@@ -109,13 +92,16 @@ class Device:
 
 def measure(rounds: int) -> dict[str, float]:
     """Of the tree in sys.path: the fastest of some rounds, by way, direction and prompt."""
-    mover, paging = both("mover", "paging")
-    cache = named("lmtier.core.cache", "lmtier.cache").Cache
-    keys, layouts = (named(f"lmtier.format.{n}", f"lmtier.{n}") for n in ("keys", "layout"))
-    config = importlib.import_module("lmtier.config").Config
+    from lmtier.config import Config
+    from lmtier.copy.cuda.mover import CudaMover
+    from lmtier.copy.cuda.paging import CudaKV
+    from lmtier.core.cache import Cache
+    from lmtier.format.keys import Identity
+    from lmtier.format.layout import Layout, padded
+
     fastest: dict[str, float] = {}
     for model, (layers, heads) in MODELS.items():
-        layout = layouts.Layout.uniform(
+        layout = Layout.uniform(
             layers=layers, heads=heads, head_dim=128, dtype="bf16", block_tokens=BLOCK, chunk_tokens=BLOCK,
             packing="token",
         )  # fmt: skip
@@ -127,12 +113,12 @@ def measure(rounds: int) -> dict[str, float]:
                 shape = (layers, 3 * chunks) if is_apart else (3 * chunks, layers)
                 every = np.empty((*shape, heads, BLOCK, 256), np.uint16)  # whose pages nobody touches
                 tensors = list(every if is_apart else every.swapaxes(0, 1))
-                kv = paging.CudaKV(layout, layout.whole, tensors, Device())
-                tier = f"cpu://?capacity={4 * chunks * layouts.padded(nbytes)}&policy=lru"
-                settings = config(chunk_tokens=BLOCK, tiers=[tier], prefault=False, verify="sample")
-                with cache(settings) as store:
-                    identity = keys.Identity(model="bench", weights="bench")
-                    made = mover.CudaMover(store, kv, identity, layerwise=by_layer)
+                kv = CudaKV(layout, layout.whole, tensors, Device())
+                tier = f"cpu://?capacity={4 * chunks * padded(nbytes)}&policy=lru"
+                settings = Config(chunk_tokens=BLOCK, tiers=[tier], prefault=False, verify="sample")
+                with Cache(settings) as store:
+                    identity = Identity(model="bench", weights="bench")
+                    made = CudaMover(store, kv, identity, layerwise=by_layer)
                     made._proven, prompts = True, count()
                     for _ in range(rounds + 1):
                         chain = made.chain([next(prompts), *[7] * number])
@@ -151,7 +137,7 @@ def saved(mover: Any, store: Any, chain: Any, ids: list[int], by_layer: bool) ->
     reservation = store.reserve(chain.keys, mover.form)
     began = thread_time()
     blocks = mover.blocks_of(ids, 0, len(chain.keys))
-    save = mover.fill(reservation, dict(enumerate(blocks)))
+    save = mover.fill(reservation, dict(enumerate(blocks)) if isinstance(blocks, list) else blocks)
     for layer in mover.kv.layers if by_layer else ():
         save.layer(layer)
     save.all()
@@ -174,7 +160,7 @@ def loaded(mover: Any, chain: Any, ids: list[int], by_layer: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("commit", nargs="?", default=BEFORE)
+    parser.add_argument("commit", nargs="?", default="HEAD")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tree", help=argparse.SUPPRESS)

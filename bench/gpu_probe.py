@@ -360,8 +360,9 @@ def beside_compute(machine: Machine) -> list[Row]:
 
     def staged() -> Way:
         memory = machine.host.numpy().data
-        rows = [(each, i * kv.nbytes, 0) for i, each in enumerate(kv.check(ids))]
-        bounds = kv.bind_all(rows, lambda at, size: memory[at : at + size])
+        blocks = kv.check(ids)
+        offsets = [number * kv.nbytes for number in range(blocks.shape[1])]
+        bounds = kv.bind_all(blocks, offsets, lambda at, size: memory[at : at + size])
         pinning = device.page_lock
         lane = device.store
 

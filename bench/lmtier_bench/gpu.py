@@ -188,8 +188,7 @@ class Rig:
         assert len(reservation.chunks) == self.chunks, "the tier had no room"
 
         def enqueue() -> None:
-            blocks = self.mover.blocks_of(ids, 0, self.chunks)
-            save = self.mover.fill(reservation, dict(enumerate(blocks)))
+            save = self.mover.fill(reservation, self.mover.blocks_of(ids, 0, self.chunks))
             for layer in self.kv.layers if by_layer else ():
                 save.layer(layer)
             save.all()
@@ -388,7 +387,7 @@ def _kernels(scale: Scale, rig: Rig) -> Samples:
 
     def fingerprint() -> float:
         chunks = kv.check(rig.ids()[0])
-        marks = kv.take_fingerprints(len(chunks))
+        marks = kv.take_fingerprints(chunks.shape[1])
         took, _ = rig.on_device((lane, lambda: kv.enqueue_fingerprints(lane, kv.layers, chunks, marks)))
         kv.free_fingerprints(marks)
         return took

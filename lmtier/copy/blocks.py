@@ -14,10 +14,12 @@ from lmtier.format.layout import Array, Layout, Shard
 
 Buffer: TypeAlias = "memoryview | bytes | bytearray | Array"
 Ids: TypeAlias = npt.NDArray[np.intp]
+ChunkBlocks: TypeAlias = npt.NDArray[np.intp]
+"""The checked blocks of chunks, [block tables, chunks, blocks of a chunk]. ABSENT: no block is copied."""
 RawOrder: TypeAlias = "tuple[int, list[tuple[int, int]]]"
 """Bytes of an element; then (axis, count) from the outermost axis in memory to the innermost."""
 
-_LEFT = -1  # the id of a block that has left a sliding window
+ABSENT = -1  # in place of a block that has left a sliding window, or that was computed already
 _DTYPES = {
     "torch.float32": "fp32",
     "torch.float16": "fp16",
@@ -29,25 +31,6 @@ _DTYPES = {
     "float32": "fp32",
     "float16": "fp16",
 }
-
-
-class BlockIds:
-    """A chunk's block ids, checked once by `Blocks.check` and then used for every layer."""
-
-    __slots__ = ("absent", "is_whole", "tables")
-
-    def __init__(self, tables: Sequence[Ids], absent: Sequence[int]) -> None:
-        self.tables = tables
-        """The ids of each block table, without those of missing leading blocks."""
-        self.absent = absent
-        """How many leading blocks are missing, because they have left a sliding window."""
-        self.is_whole = not any(absent)
-
-    def after(self, table: int, first_block: int) -> tuple[Ids, int]:
-        """The ids from `first_block` on, or from the first present block; and the number of that block."""
-        gone = self.absent[table]
-        first = max(first_block, gone)
-        return self.tables[table][first - gone :], first
 
 
 class Blocks:
@@ -66,80 +49,72 @@ class Blocks:
     def layers(self) -> range:
         return range(self.shard.first_layer, self.shard.end_layer)
 
-    def check(self, block_ids: Any) -> list[BlockIds]:
+    def check(self, block_ids: Any) -> ChunkBlocks:
         """The checked blocks of consecutive chunks, to be used many times.
 
-        Raises LayoutError if one is wrong.
+        They are integers, within the engine, none twice in a chunk. Raises LayoutError if one is wrong.
         """
+        # A wrong id must never reach take(mode="clip"), which would read another request's block.
         ids, size = np.asarray(block_ids), self.layout.blocks
         if ids.shape[-1] % size or ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != self.tables):
             raise LayoutError(
                 f"a chunk is {size} blocks of each of {self.tables} tables, "
                 f"got block ids of shape {list(ids.shape)}"
             )
-        tables = [self._chunks(table, size) for table in ([ids] if ids.ndim == 1 else ids)]
-        if len(tables) < self.tables:
-            tables *= self.tables
-        all_ids, all_gone = zip(*tables, strict=True)
-        return list(map(BlockIds, zip(*all_ids, strict=True), zip(*all_gone, strict=True)))
-
-    def _chunks(self, ids: Any, size: int) -> tuple[Sequence[Ids], Sequence[int]]:
-        """One table's ids chunk by chunk, without those that have left a window, and the number of the
-        latter."""
-        absent = 0
-        if ids.size and ids.dtype.kind == "i" and ids[0] == _LEFT:
-            absent = int(np.logical_and.accumulate(ids == _LEFT).sum())
-        checked = self._checked(ids[absent:], size, absent % size)
-        if not absent:
-            return list(checked.reshape(-1, size)), [0] * (len(ids) // size)
-        firsts = range(0, len(ids), size)
+        if not ids.size:
+            return np.empty((self.tables, 0, size), np.intp)
+        self._need_integers(ids)
+        low, high = int(ids.min()), int(ids.max())
+        chunks = ids.reshape(-1, ids.shape[-1] // size, size).astype(np.intp, copy=False)
+        if low < ABSENT or high >= self.blocks or (low < 0 and not _are_leading(chunks)):
+            rows = ids.reshape(len(chunks), -1)
+            self._need_known(rows[~np.logical_and.accumulate(rows == ABSENT, axis=1)].tolist())
+        if size > 1:
+            by_number = np.sort(chunks, axis=2)
+            twice = ((by_number[..., 1:] == by_number[..., :-1]) & (by_number[..., 1:] != ABSENT)).any(axis=2)
+            if twice.any():  # two chunks may share a block
+                raise LayoutError(f"a block id occurs twice among {chunks[twice][0].tolist()}")
         return (
-            [checked[max(first - absent, 0) : max(first + size - absent, 0)] for first in firsts],
-            [min(max(absent - first, 0), size) for first in firsts],
+            chunks
+            if len(chunks) == self.tables
+            else np.broadcast_to(chunks, (self.tables, *chunks.shape[1:]))
         )
 
-    def _ids(self, block_ids: Any, first_block: int = 0) -> BlockIds:
-        if isinstance(block_ids, BlockIds):
-            return block_ids
+    def _need_integers(self, ids: Any) -> None:
+        if ids.dtype.kind not in "iu":
+            raise LayoutError(
+                f"block ids must be one row of integers, not {ids.ndim}-dimensional {ids.dtype}"
+            )
+
+    def _need_known(self, ids: Sequence[int]) -> None:
+        for block in ids:
+            if not 0 <= block < self.blocks:
+                raise LayoutError(f"block id {block} is outside of the engine's {self.blocks} blocks")
+
+    def chunk(self, block_ids: Any, first_block: int = 0) -> ChunkBlocks:
+        """The checked blocks of one chunk, whose blocks before `first_block` are not copied."""
         ids = np.asarray(block_ids)
-        if ids.shape != (self.layout.blocks,) or not 0 <= first_block <= self.layout.blocks:
+        if ids.shape[-1:] != (self.layout.blocks,) or not 0 <= first_block <= self.layout.blocks:
             raise LayoutError(
                 f"a chunk is {self.layout.blocks} blocks, got block ids of shape {list(ids.shape)} "
                 f"from block {first_block} on"
             )
-        checked = self._checked(ids[first_block:], self.layout.blocks - first_block)
-        return BlockIds([checked] * self.tables, [first_block] * self.tables)
-
-    def _checked(self, ids: Any, size: int, absent: int = 0) -> Ids:
-        """Ids of chunks, `size` of each, the first one without its `absent` leading blocks.
-
-        They are integers, within the engine, none twice in a chunk.
-        """
-        # A wrong id must never reach take(mode="clip"), which would read another request's block.
-        # For so few ids Python's min and max are faster than numpy's.
-        if not ids.size:
-            return np.empty(0, np.intp)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise LayoutError(
-                f"block ids must be one row of integers, not {ids.ndim}-dimensional {ids.dtype}"
-            )
-        listed = ids.tolist()
-        if min(listed) < 0 or max(listed) >= self.blocks:
-            wrong = next(block for block in listed if not 0 <= block < self.blocks)
-            raise LayoutError(f"block id {wrong} is outside of the engine's {self.blocks} blocks")
-        if len(set(listed)) != len(listed):  # two chunks may share a block
-            for at in range(-absent, len(listed), size):
-                chunk = listed[max(at, 0) : at + size]
-                if len(set(chunk)) != len(chunk):
-                    raise LayoutError(f"a block id occurs twice among {chunk}")
-        return np.asarray(ids, np.intp)
+        if first_block:
+            ids = ids.copy()
+            ids[..., :first_block] = ABSENT
+        return self.check(ids)
 
     def _listed(self, block_ids: Any) -> list[list[int]]:
         """Any number of ids, by table."""
-        if isinstance(block_ids, BlockIds):
-            return [ids.tolist() for ids in block_ids.tables]
         ids = np.asarray(block_ids)
-        listed = [self._checked(row, len(row)).tolist() for row in (ids if ids.ndim == 2 else [ids])]
+        rows = ids if ids.ndim == 2 else ids[None]
+        if ids.size:
+            self._need_integers(ids)
+        listed: list[list[int]] = rows.tolist()
+        for row in listed:
+            self._need_known(row)
+            if len(set(row)) != len(row):
+                raise LayoutError(f"a block id occurs twice among {row}")
         return listed * self.tables if len(listed) == 1 else listed
 
     def bind(self, block_ids: Any, buffer: Buffer, first_block: int = 0) -> Any:
@@ -173,6 +148,18 @@ class Blocks:
     def fold(layers: Sequence[bytes]) -> bytes:
         """The fingerprint of an object from those of its layers, in order. A single layer keeps its own."""
         return layers[0] if len(layers) == 1 else xxhash.xxh3_64_digest(b"".join(layers))
+
+
+def _are_leading(chunks: ChunkBlocks) -> bool:
+    """Whether only leading blocks of the tables are absent: they have left a window."""
+    absent = chunks.reshape(len(chunks), -1) == ABSENT
+    return bool((np.logical_and.accumulate(absent, axis=1) == absent).all())
+
+
+def present(row: Ids) -> tuple[Ids, int]:
+    """The ids of a chunk that are present, and the number of the first of them."""
+    first = int((row == ABSENT).sum())
+    return row[first:], first
 
 
 def payload_of(buffer: Buffer, nbytes: int) -> Array:

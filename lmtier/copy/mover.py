@@ -9,13 +9,13 @@ computed by code that shares nothing with the copies.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
-from lmtier.copy.blocks import BlockIds
+from lmtier.copy.blocks import ABSENT, ChunkBlocks
 from lmtier.copy.store import Store
 from lmtier.core.grant import Grant
 from lmtier.core.match import Match
@@ -135,10 +135,10 @@ class Mover:
             raise MisuseError("several ranks store this form: reserve once, pass it to each as grant=")
         first = check_skip(skip_leading_tokens, self.cache.chunk_tokens)
         # Every argument is checked before anything is reserved, so a bad call leaves nothing behind.
-        blocks = dict(enumerate(self.blocks_of(block_ids, first, len(chain.keys)), start=first))
+        ids = self.blocks_of(block_ids, first, len(chain.keys))
         reserved = grant or self.cache.reserve(chain.keys, self.form, first=first)
         try:
-            save = self.fill(reserved, blocks)
+            save = self.fill(reserved, blocks_granted(reserved, ids, first))
         except BaseException:
             if grant is None:
                 self.cache.abort(reserved, self.kv.shard)
@@ -151,13 +151,10 @@ class Mover:
         )
         return save
 
-    def fill(self, grant: Grant, blocks: Mapping[int, BlockIds]) -> Save:
-        """Begin to save this rank's shard of what a scheduler has reserved.
-
-        `blocks` has the blocks of each chunk.
-        """
+    def fill(self, grant: Grant, ids: ChunkBlocks) -> Save:
+        """Begin to save this rank's shard of what a scheduler has reserved, from its chunks' blocks."""
         self._need(grant.form)
-        return Save(self, grant, blocks)
+        return Save(self, grant, ids)
 
     @property
     def under_way(self) -> int:
@@ -177,14 +174,14 @@ class Mover:
     def drain(self) -> None:
         """Wait for all saves and loads, and end them. For when the engine stops."""
 
-    def sampled(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether these chunks have fingerprints. The keys decide, so that writer and reader agree."""
+    def sampled(self, keys: Sequence[bytes]) -> list[int]:
+        """The numbers of those that have fingerprints. The keys decide, so that writer and reader agree."""
         verify = self.cache.config.verify
         if verify != "sample":
-            return [verify == "always"] * len(keys)
-        return [key[-1] % _SAMPLE == 0 for key in keys]
+            return list(range(len(keys))) if verify == "always" else []
+        return [number for number, key in enumerate(keys) if not key[-1] % _SAMPLE]
 
-    def blocks_of(self, block_ids: Blocks, first: int, end: int) -> list[BlockIds]:
+    def blocks_of(self, block_ids: Blocks, first: int, end: int) -> ChunkBlocks:
         """The engine blocks of chunks [first, end) of a request, checked."""
         per_chunk, ids = self.kv.layout.blocks, np.asarray(block_ids)
         ids = ids[..., first * per_chunk : end * per_chunk]
@@ -209,8 +206,7 @@ class Mover:
         if len(set(spare)) != len(spare) or len(spare) < 2 * size:
             raise CanaryError(f"the canary needs {2 * size} different spare blocks, got {len(set(spare))}")
         source, target, guards = spare[:size], spare[size : 2 * size], spare[2 * size :]
-        (source_ids,) = kv.check(np.reshape(source, (kv.tables, -1)))
-        (target_ids,) = kv.check(np.reshape(target, (kv.tables, -1)))
+        source_ids, target_ids = (np.reshape(each, (kv.tables, -1)) for each in (source, target))
         saved_contents = kv.raw_blocks(spare)
         if block_bytes is not None and len(saved_contents) != block_bytes * len(spare):
             raise CanaryError(
@@ -282,15 +278,22 @@ class Load:
         self._finished = False
         self._missing = set(kv.layers)
         self._placed = grant.placement
-        blocks = enumerate(mover.blocks_of(block_ids, first, len(grant.chunks)), start=first)
-        skipped = tokens_in_chunk // kv.layout.block_tokens
-        self._chunks = [(chunk, ids, skipped if chunk == first else 0) for chunk, ids in blocks]
-        """For each chunk: its number, its blocks, and how many of these are computed already."""
-        offsets, foreign_forms = self._placed.offsets, self._placed.other_forms
-        number = mover.number
-        same_form = [(ids, offsets[n][number], at) for n, ids, at in self._chunks if n not in foreign_forms]
-        self._to_convert = [each for each in self._chunks if each[0] in foreign_forms]
-        self._bound = kv.bind_all(same_form, mover.cache.slab.view)
+        ids = mover.blocks_of(block_ids, first, len(grant.chunks))
+        if tokens_in_chunk:
+            ids = ids.copy()
+            ids[:, 0, : tokens_in_chunk // kv.layout.block_tokens] = ABSENT
+        self._first, self._ids = first, ids
+        """The number of the first chunk that is loaded, and its blocks and those of the chunks after it."""
+        offsets, number = self._placed.offsets, mover.number
+        self._to_convert = sorted(chunk for chunk in self._placed.other_forms if chunk >= first)
+        same_form = range(first, len(grant.chunks))
+        if self._to_convert:
+            is_foreign = set(self._to_convert)
+            rows = [chunk for chunk in same_form if chunk not in is_foreign]
+            ids, offsets = ids[:, [chunk - first for chunk in rows]], [offsets[chunk] for chunk in rows]
+        else:
+            offsets = offsets[first:]
+        self._bound = kv.bind_all(ids, [each[number] for each in offsets], mover.cache.slab.view)
 
     def layer(self, layer: int) -> None:
         """Load one layer of every chunk, once. Ready for the engine's attention when this returns."""
@@ -312,10 +315,10 @@ class Load:
 
     def _convert_all(self, layer: int | None) -> None:
         kv = cast("PagedKV", self._mover.kv)  # a CudaLoad has converted them when it began
-        for chunk, ids, first_block in self._to_convert:
+        for chunk in self._to_convert:
             for payload, stored, held, part in self._parts_of(chunk):
                 if layer is None or part.first_layer <= layer < part.end_layer:
-                    kv.convert(layer, payload, stored, held, ids, part=part, first_block=first_block)
+                    kv.convert(layer, payload, stored, held, self._blocks_of(chunk), part=part)
 
     def _parts_of(self, chunk: int) -> Iterator[tuple[memoryview, Layout, Shard, Shard]]:
         """The pieces that this rank needs of a chunk in another form: payload, layout, shard, and part."""
@@ -342,13 +345,13 @@ class Load:
         if self._finished:
             return self.tokens
         self._finished = True
-        if self._missing and self._chunks:
+        if self._missing and self._ids.size:
             raise MisuseError(f"finish of a load that lacks layers {sorted(self._missing)}")
-        cache, keys = self._mover.cache, [self._placed.keys[chunk] for chunk, _, _ in self._chunks]
-        sampled = self._mover.sampled(keys)
-        for (chunk, ids, first_block), key, is_sampled in zip(self._chunks, keys, sampled, strict=True):
-            if not is_sampled or not self._differs(chunk, ids, first_block):
+        cache = self._mover.cache
+        for chunk in self._comparable:
+            if not self._differs(chunk):
                 continue
+            key = self._placed.keys[chunk]
             log.error(
                 "lmtier: chunk %s differs from what was saved and was deleted; recompute from token %d",
                 key.hex()[:16],
@@ -358,23 +361,29 @@ class Load:
             self.tokens = min(self.tokens, chunk * cache.chunk_tokens)
         return self.tokens
 
-    def _differs(self, chunk: int, ids: BlockIds, first_block: int) -> bool:
-        """Whether these blocks are known to differ from the saved ones. Not every chunk can be compared."""
-        if not self._is_comparable(chunk, ids, first_block):
-            return False
-        is_different = self._placed.marks[chunk][self._mover.number][8:] != self._fingerprint(chunk, ids)
+    def _blocks_of(self, chunk: int) -> ChunkBlocks:
+        """The blocks of one chunk, a row for each block table."""
+        return self._ids[:, chunk - self._first]
+
+    @property
+    def _comparable(self) -> Iterator[int]:
+        """The chunks that are compared: they are sampled, have a mark of our own form, and are whole."""
+        mover, placed = self._mover, self._placed
+        for number in mover.sampled(placed.keys[self._first :]):
+            chunk = self._first + number
+            if chunk not in placed.marks or chunk in placed.other_forms or self._blocks_of(chunk).min() < 0:
+                continue
+            mark = placed.marks[chunk][mover.number]
+            if mark != NO_MARK and mark[:8] == mover.kv.raw_tag:
+                yield chunk
+
+    def _differs(self, chunk: int) -> bool:
+        is_different = self._placed.marks[chunk][self._mover.number][8:] != self._fingerprint(chunk)
         self._mover.cache.compared(1, int(is_different))
         return is_different
 
-    def _is_comparable(self, chunk: int, ids: BlockIds, first_block: int) -> bool:
-        mover, placed = self._mover, self._placed
-        if first_block or not ids.is_whole or chunk not in placed.marks or chunk in placed.other_forms:
-            return False
-        mark = placed.marks[chunk][mover.number]
-        return mark != NO_MARK and mark[:8] == mover.kv.raw_tag
-
-    def _fingerprint(self, chunk: int, ids: BlockIds) -> bytes:
-        return self._mover.kv.raw_fingerprint(ids)
+    def _fingerprint(self, chunk: int) -> bytes:
+        return self._mover.kv.raw_fingerprint(self._blocks_of(chunk))
 
     def __enter__(self) -> Load:
         return self
@@ -401,32 +410,30 @@ class Save:
     done = True
     """Whether all of its copies have ended, after commit or abort."""
 
-    def __init__(self, mover: Mover, grant: Grant, blocks: Mapping[int, BlockIds]) -> None:
+    def __init__(self, mover: Mover, grant: Grant, ids: ChunkBlocks) -> None:
         cache = mover.cache
         self._mover = mover
         self.grant = grant
-        placed, number = grant.placement, mover.number
-        self._chunks = [(chunk, blocks[chunk]) for chunk in grant.chunks]
-        places = zip(self._chunks, placed.offsets, strict=True)
-        own = [(ids, offsets[number], 0) for (_, ids), offsets in places]
-        self._bound = mover.kv.bind_all(own, cache.slab.view)
-        self.tokens = len(self._chunks) * cache.chunk_tokens
+        if ids.shape[1] != len(grant.chunks):
+            raise LayoutError(f"{grant} needs the blocks of as many chunks, got those of {ids.shape[1]}")
+        self._ids = ids
+        offsets = [each[mover.number] for each in grant.placement.offsets]
+        self._bound = mover.kv.bind_all(ids, offsets, cache.slab.view)
+        self.tokens = len(grant.chunks) * cache.chunk_tokens
         """The number of tokens that are being stored."""
         self.skip_leading_tokens = grant.leading_stored * cache.chunk_tokens
         self._missing = set(mover.kv.layers)
-        sampled = mover.sampled(placed.keys)
         self._fingerprints: dict[int, dict[int, bytes]] = {
-            chunk: {} for chunk, is_sampled in zip(grant.chunks, sampled, strict=True) if is_sampled
+            row: {} for row in mover.sampled(grant.placement.keys)
         }
-        """Maps chunk -> layer -> fingerprint."""
+        """Maps chunk -> layer -> fingerprint. Chunks are counted within the grant."""
 
     def layer(self, layer: int) -> None:
         """Save one layer of every new chunk."""
         kv = self._mover.kv
         self._bound.gather(layer)
-        for chunk, ids in self._chunks:
-            if chunk in self._fingerprints:
-                self._fingerprints[chunk][layer] = kv.raw_fingerprint(ids, layer)
+        for row, fingerprints in self._fingerprints.items():
+            fingerprints[layer] = kv.raw_fingerprint(self._ids[:, row], layer)
         self._missing.discard(layer)
 
     def all(self) -> None:
@@ -437,20 +444,20 @@ class Save:
                 self.layer(layer)
             return
         self._bound.gather(None)
-        for chunk, ids in self._chunks:
-            if chunk in self._fingerprints:
-                for layer in self._missing:
-                    self._fingerprints[chunk][layer] = kv.raw_fingerprint(ids, layer)
+        for row, fingerprints in self._fingerprints.items():
+            for layer in self._missing:
+                fingerprints[layer] = kv.raw_fingerprint(self._ids[:, row], layer)
         self._missing.clear()
 
     def commit(self) -> None:
         """Make the chunks visible. Every layer must have been saved."""
         kv = self._mover.kv
-        if self._missing and self._chunks:
+        if self._missing and self.grant.chunks:
             raise MisuseError(f"commit of a save that lacks layers {sorted(self._missing)}")
         marks = {
-            chunk: kv.raw_tag + kv.fold([layer_fingerprints[layer] for layer in sorted(layer_fingerprints)])
-            for chunk, layer_fingerprints in self._fingerprints.items()
+            self.grant.chunks[row]: kv.raw_tag
+            + kv.fold([fingerprints[layer] for layer in sorted(fingerprints)])
+            for row, fingerprints in self._fingerprints.items()
         }
         self._mover.cache.commit(self.grant, kv.shard, marks)
 
@@ -477,6 +484,16 @@ def granted(match: Match) -> Grant:
         state = "was released" if match.released else "is not ready: wait for it"
         raise MisuseError(f"load of a match that {state}")
     return match.grant
+
+
+def blocks_granted(grant: Grant, ids: ChunkBlocks, first: int) -> ChunkBlocks:
+    """The blocks of a grant's chunks, out of those of a prompt from chunk `first` on."""
+    chunks, count = grant.chunks, ids.shape[1]
+    if chunks and not first <= chunks[0] <= chunks[-1] < first + count:
+        raise MisuseError(
+            f"{grant} has other chunks than {first} to {first + count - 1}, whose blocks were given"
+        )
+    return ids if len(chunks) == count else ids[:, [chunk - first for chunk in chunks]]
 
 
 def fill_identity(identity: Identity, layout: Layout, approximation: str) -> Identity:

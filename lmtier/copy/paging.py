@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import xxhash
 
-from lmtier.copy.blocks import BlockIds, Blocks, Buffer, payload_of, tensors_of_layers
+from lmtier.copy.blocks import Blocks, Buffer, ChunkBlocks, payload_of, present, tensors_of_layers
 from lmtier.copy.copy_threads import CopyThreads
 from lmtier.copy.layers import LayerKV
 from lmtier.copy.plans import CopyPlan, grouped
@@ -33,9 +33,8 @@ Planes: TypeAlias = "Any | tuple[Any, Any]"
 _Span: TypeAlias = "tuple[int, int, int]"
 """The number of a group, and its layers [low, high), counted from its first layer."""
 
-_Run: TypeAlias = "tuple[BlockIds, Array, int]"
-"""The blocks of chunks, their payloads [chunks, bytes], and for a single chunk the number of blocks to
-skip."""
+_Run: TypeAlias = "tuple[ChunkBlocks, Array]"
+"""The blocks of chunks, and their payloads [chunks, bytes]. Absent blocks are those of a single chunk."""
 
 _SHARED_BYTES = 4 << 20  # below this, other threads cost more time than they save
 
@@ -87,47 +86,37 @@ class PagedKV(Blocks):
 
     def bind(self, block_ids: Any, buffer: Buffer, first_block: int = 0) -> Batch:
         """A copy between a chunk's blocks and its payload, prepared once, to run layer by layer or whole."""
-        payload = payload_of(buffer, self.nbytes)[None]
-        return Batch(self, [(self._ids(block_ids, first_block), payload, first_block)])
+        ids = self.chunk(block_ids, first_block)
+        return Batch(self, [(ids, payload_of(buffer, self.nbytes)[None])], is_whole=bool(ids.min() >= 0))
 
-    def bind_all(
-        self, chunks: Sequence[tuple[BlockIds, int, int]], view: Callable[[int, int], Buffer]
-    ) -> Batch:
-        """Like `bind`, for many chunks (ids, offset, first block). `view` gives access to the payloads.
+    def bind_all(self, ids: ChunkBlocks, offsets: Sequence[int], view: Callable[[int, int], Buffer]) -> Batch:
+        """Like `bind`, for many chunks whose payloads are at these offsets. `view` gives access to them.
 
         The chunks of a prompt are usually equally far apart. Then one numpy call moves a layer of all of
         them.
         """
         runs: list[_Run] = []
-        offsets = [offset for _, offset, _ in chunks]
-        joins = [ids.is_whole and not first_block for ids, _, first_block in chunks]
+        is_whole = not ids.size or bool(ids.min() >= 0)
+        joins = [is_whole] * len(offsets)
+        if not is_whole:
+            joins = [bool(chunk.min() >= 0) for chunk in ids.swapaxes(0, 1)]
         first = 0
-        while first < len(chunks):
-            ids, offset, first_block = chunks[first]
-            end = first + 1
-            if joins[first] and end < len(chunks) and (step := offsets[end] - offset) >= self.nbytes:
-                end = len(chunks)
-                if not all(joins[first:]) or offsets[first:] != list(
+        while first < len(offsets):
+            offset, end, step = offsets[first], first + 1, self.nbytes
+            if joins[first] and end < len(offsets) and (step := offsets[end] - offset) >= self.nbytes:
+                end = len(offsets)
+                if not all(joins[first:]) or list(offsets[first:]) != list(
                     range(offset, offset + (end - first) * step, step)
                 ):
                     end = first + 1
-                    while end < len(chunks) and joins[end] and offsets[end] == offset + (end - first) * step:
+                    while end < len(offsets) and joins[end] and offsets[end] == offset + (end - first) * step:
                         end += 1
-            if end == first + 1:
-                runs.append((ids, payload_of(view(offset, self.nbytes), self.nbytes)[None], first_block))
-            else:
-                runs.append(self._run_of([ids for ids, _, _ in chunks[first:end]], offset, step, view))
+            size = (end - first - 1) * step + self.nbytes
+            payload = payload_of(view(offset, size), size)
+            payloads = np.lib.stride_tricks.as_strided(payload, (end - first, self.nbytes), (step, 1))
+            runs.append((ids[:, first:end], payloads))
             first = end
-        return Batch(self, runs)
-
-    def _run_of(
-        self, ids: Sequence[BlockIds], offset: int, step: int, view: Callable[[int, int], Buffer]
-    ) -> _Run:
-        size = (len(ids) - 1) * step + self.nbytes
-        payload = payload_of(view(offset, size), size)
-        payloads = np.lib.stride_tricks.as_strided(payload, (len(ids), self.nbytes), (step, 1))
-        tables = [np.concatenate([each.tables[table] for each in ids]) for table in range(self.tables)]
-        return BlockIds(tables, [0] * self.tables), payloads, 0
+        return Batch(self, runs, is_whole=is_whole)
 
     def convert(
         self,
@@ -154,7 +143,7 @@ class PagedKV(Blocks):
         if common is None:
             raise LayoutError(f"object {held} has no part of {part or self.shard} for {self.shard}")
         low, high = self._range(layer)
-        ids = self._ids(block_ids, first_block)
+        ids = self.chunk(block_ids, first_block)[:, 0]
         payload = payload_of(src, stored.nbytes(held))
         for number in range(max(low, common.first_layer), min(high, common.end_layer)):
             at = stored.offsets(held)[number - held.first_layer]
@@ -164,7 +153,7 @@ class PagedKV(Blocks):
             stored_heads = slice((common[2] - held[2]) * unit, (common[3] - held[2]) * unit)
             own_heads = slice((common[2] - self.shard[2]) * unit, (common[3] - self.shard[2]) * unit)
             layer_kv = self._layers[number - self.shard.first_layer]
-            layer_kv.convert(stored, raw[:, stored_heads], own_heads, *ids.after(layer_kv.table, first_block))
+            layer_kv.convert(stored, raw[:, stored_heads], own_heads, *present(ids[layer_kv.table]))
         return None
 
     # ---- the witness
@@ -224,14 +213,13 @@ class Batch:
 
     __slots__ = ("_is_whole", "_kv", "_plans", "nbytes")
 
-    def __init__(self, kv: PagedKV, runs: Sequence[_Run]) -> None:
-        self._kv = kv
-        self.nbytes = kv.nbytes * sum(len(payloads) for _, payloads, _ in runs)
-        self._is_whole = all(ids.is_whole and not first_block for ids, _, first_block in runs)
+    def __init__(self, kv: PagedKV, runs: Sequence[_Run], *, is_whole: bool) -> None:
+        self._kv, self._is_whole = kv, is_whole
+        self.nbytes = kv.nbytes * sum(len(payloads) for _, payloads in runs)
         self._plans = [
             [
-                group.plan(payloads, *ids.after(group.table, first_block))
-                for ids, payloads, first_block in runs
+                group.plan(payloads, *((row, 0) if is_whole else present(row)))
+                for row, payloads in ((ids[group.table].reshape(-1), payloads) for ids, payloads in runs)
             ]
             for group in kv.groups
         ]

@@ -110,8 +110,9 @@ def test_enqueueing_takes_few_calls_of_python(tmp_path):
             rig.mover.drain()
         for way in ("save", "load"):
             whole = calls[way, False]
-            assert whole <= 300 + len(ids) * (10 if "apart" in what else 5), (what, way)
-            assert calls[way, True] <= 2 * whole, (what, way)
+            # Blocks whose layers are together cost no call each: their copies are one array.
+            assert whole <= 400 + (5 * len(ids) if "apart" in what else 0), (what, way)
+            assert calls[way, True] <= whole + 700, (what, way)
 
 
 def _calls_of_python(work: Callable[[], object]) -> int:

@@ -711,7 +711,7 @@ def test_places_may_be_decided_elsewhere(cache):
     for layer in range(L):
         engine.compute(blocks, layer, engine.content_of(tokens, layer))
     reservation = cache.reserve(chain.keys, mover.form)
-    with mover.fill(reservation, dict(enumerate(mover.blocks_of(blocks, 0, 4)))) as save:
+    with mover.fill(reservation, mover.blocks_of(blocks, 0, 4)) as save:
         save.all()
     mover.drain()
     for computed, copied in ((0, 0), (0, 3), (8, 2)):

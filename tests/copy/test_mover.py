@@ -111,9 +111,9 @@ def test_blocks_of_skipped_tokens_are_never_read(cache):
     reads: list[int] = []
     real = engine.kv.bind_all
 
-    def bind_all(chunks, view):
-        reads.extend(block for ids, _, _ in chunks for block in ids.tables[0])
-        return real(chunks, view)
+    def bind_all(ids, offsets, view):
+        reads.extend(ids.reshape(-1).tolist())
+        return real(ids, offsets, view)
 
     engine.kv.bind_all = bind_all  # type: ignore[method-assign]
     assert save(engine, range(32), blocks, skip_leading_tokens=16) == 16
@@ -434,7 +434,7 @@ def test_the_canary_refuses_to_serve_when_a_copy_is_wrong(cache, fault, monkeypa
 
     def swapped(self, layer, first, second, *rest):
         ids, buffer = (first, second) if fault == "gather" else (second, first)
-        (whole,) = ids.tables
+        (whole,) = ids
         ids = [whole[1], whole[0], *whole[2:]]
         return real(self, layer, *((ids, buffer) if fault == "gather" else (buffer, ids)), *rest)
 
@@ -655,8 +655,7 @@ def test_the_canary_tells_layers_apart_that_share_memory(cache, monkeypatch):
     real = PagedKV.gather
 
     def by_one_table(self, layer, ids, out):
-        ids.tables = [ids.tables[0]] * 2
-        return real(self, layer, ids, out)
+        return real(self, layer, ids[[0, 0]], out)
 
     monkeypatch.setattr(PagedKV, "gather", by_one_table)
     with pytest.raises(CanaryError, match="does not return the engine's bytes"):

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmtier.copy import paging, plans
+from lmtier.copy.blocks import ABSENT
 from lmtier.copy.copy_threads import CopyThreads
 from lmtier.copy.paging import PagedKV
 from lmtier.errors import LayoutError
@@ -320,30 +321,34 @@ def _many_chunks_at_once(layout: Layout, shard: Shard, how: dict[str, Any], data
     def view(offset: int, nbytes: int) -> memoryview:
         return slab.data[offset : offset + nbytes]
 
-    kv.bind_all([(ids, at, 0) for ids, at in zip(blocks, offsets, strict=True)], view).gather(layer)
-    for ids, at in zip(blocks, offsets, strict=True):
+    kv.bind_all(blocks, offsets, view).gather(layer)
+    for ids, at in zip(blocks[0], offsets, strict=True):
         each.gather(layer, ids, wanted[at : at + kv.nbytes])
     assert slab.tobytes() == wanted.tobytes()
 
     slab[:] = noise(len(slab))
     first_block = data.draw(st.integers(0, layout.blocks))
-    skips = [first_block, *[0] * (chunks - 1)]
-    rows = list(zip(blocks, offsets, skips, strict=True))
-    kv.bind_all(rows, view).scatter(layer)
-    for ids, at, skip in rows:
-        each.scatter(layer, view(at, kv.nbytes), ids, skip)
+    missing = blocks.copy()
+    missing[:, 0, :first_block] = ABSENT
+    kv.bind_all(missing, offsets, view).scatter(layer)
+    for number, (ids, at) in enumerate(zip(blocks[0], offsets, strict=True)):
+        each.scatter(layer, view(at, kv.nbytes), ids, 0 if number else first_block)
     assert ours.snapshot() == one_by_one.snapshot()
 
 
 def test_a_prompts_chunks_that_lie_alike_far_apart_are_one_piece():
     kv = engine(make_layout(), storage="apart", blocks=40).paged()
     slab = np.zeros(20 * kv.nbytes, np.uint8)
-    rows = [(ids, 2 * number * kv.nbytes, 0) for number, ids in enumerate(kv.check(list(range(40))))]
-    all_of_them = kv.bind_all(rows, lambda at, nbytes: slab[at : at + nbytes])
-    some = kv.bind_all([*rows[:4], rows[5], *rows[8:]], lambda at, nbytes: slab[at : at + nbytes])
+    ids = kv.check(list(range(40)))
+
+    def bound(*numbers: int) -> Any:
+        offsets = [2 * number * kv.nbytes for number in numbers]
+        return kv.bind_all(ids[:, numbers], offsets, lambda at, nbytes: slab[at : at + nbytes])
+
+    all_of_them, some = bound(*range(10)), bound(*range(4), 5, 8, 9)
     assert [len(batch._plans[0]) for batch in (all_of_them, some)] == [1, 3]
     all_of_them.gather(None)
-    assert all(slab[at : at + kv.nbytes].any() for _, at, _ in rows)
+    assert all(slab[2 * number * kv.nbytes :][: kv.nbytes].any() for number in range(10))
 
 
 @pytest.mark.parametrize("dtype", TORCH)
@@ -679,7 +684,7 @@ def test_an_object_that_has_nothing_of_ours_is_refused():
         ([0, 1, 2, 2**62], "is outside"),
         ([0, 1, 2, 1], "twice"),
         ([0, 1, 2], r"a chunk is 4 blocks, got block ids of shape \[3\]"),
-        ([[0, 1, 2, 3]], r"a chunk is 4 blocks, got block ids of shape \[1, 4\]"),
+        ([[0, 1, 2, 3]] * 2, r"a chunk is 4 blocks of each of 1 tables, got block ids of shape \[2, 4\]"),
         ([0.0, 1.0, 2.0, 3.0], "integers"),
         ([True, False, True, True], "integers"),
     ],
@@ -721,7 +726,7 @@ def test_a_rank_may_have_no_layer_that_goes_by_the_last_table():
     tensors = ours.tensors
     kv = PagedKV(layout, layout.whole, tensors, tables=[0] * len(tensors), table_count=2)
     out, expected = bytearray(kv.nbytes), bytearray(kv.nbytes)
-    kv.gather(None, kv.check([[3, 4, 5, 6], [7, 8, 9, 10]])[0], out)
+    kv.gather(None, [[3, 4, 5, 6], [7, 8, 9, 10]], out)
     ours.paged().gather(None, [3, 4, 5, 6], expected)
     assert out == expected
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import lmtier
 from lmtier.client.client import Client
-from lmtier.copy.mover import Mover, Save, fill_identity
+from lmtier.copy.mover import Mover, Save, blocks_granted, fill_identity
 from lmtier.core.match import Match
 from lmtier.errors import DeviceError, log
 from lmtier.format.keys import Identity, KeyChain
@@ -241,10 +241,10 @@ class ChunkBuffer:
         for number, row, full_chunks in new_rows:
             first, first_column = row.saved, row.end - start
             block_ids = range(next_block, next_block := next_block + full_chunks - first)
-            blocks = dict(enumerate(self.mover.kv.check(block_ids), start=first))
+            ids = self.mover.kv.check(block_ids)
             grant = self._cache.reserve(row.chain.keys[:full_chunks], self.mover.form, first=first)
             columns = slice(first_column, first_column + (full_chunks - first) * size)
-            save = self.mover.fill(grant, blocks)
+            save = self.mover.fill(grant, blocks_granted(grant, ids, first))
             self._fillings.append(_Filling(save, number, columns, slice(block_ids.start, block_ids.stop)))
             row.saved = full_chunks - grant.dropped
 

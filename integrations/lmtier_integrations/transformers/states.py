@@ -89,7 +89,7 @@ class StateStore:
             raise MisuseError("the model keeps other states than when this was opened: open another")
         pair = [key, state_key(key, self._named)]
         grant = self._cache.reserve(pair, self.mover.form, first=1)
-        with self.mover.fill(grant, dict.fromkeys(grant.chunks, self.mover.kv.check([0])[0])) as save:
+        with self.mover.fill(grant, self.mover.kv.check([0] * len(grant.chunks))) as save:
             if grant.chunks:
                 for part, state in zip(self._parts(), states.values(), strict=True):
                     part.copy_(state.contiguous().view(-1).view(torch.uint8))

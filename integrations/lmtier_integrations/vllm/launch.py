@@ -19,9 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 from lmtier.client.client import Client
 from lmtier.config import TOKEN_VARIABLE, TierSpec
@@ -83,19 +83,21 @@ class Launcher:
         base = hashlib.sha256(asked.encode()).hexdigest()[:16]
         self.path = _folder() / f"{base}.sock" if self.is_private else Path(settings.server)
         self._tried, self._pause = 0.0, _AGAIN
-        self._start_result: Future[None] | None = None
+        self._starting: Thread | None = None
+        self._start_error: Exception | None = None
 
     def begin(self) -> None:
         """Start a private server while the engine does something else. `connect` says if it fails."""
         if self.is_private:
-            self._start_result = Future()
-            start_thread("lmtier start", self._start_for, self._start_result)
+            self._starting = start_thread("lmtier-start", self._try_to_start)
 
     def connect(self, name: str, shard: Shard | None = None) -> Client:
         """A client of the server. A private server is started if it does not run. Raises TierError."""
-        if self._start_result is not None:
-            self._start_result.result()
-            self._start_result = None
+        if self._starting is not None:
+            self._starting.join()
+            self._starting = None
+            if self._start_error is not None:
+                raise self._start_error
         elif self.is_private:
             self._start()
         token = os.environ.get(TOKEN_VARIABLE)
@@ -140,13 +142,11 @@ class Launcher:
     def _log(self) -> Path:
         return self.path.with_suffix(".log")
 
-    def _start_for(self, result: Future[None]) -> None:
+    def _try_to_start(self) -> None:
         try:
             self._start()
-        except Exception as error:  # noqa: BLE001 - `connect` raises it
-            result.set_exception(error)
-        else:
-            result.set_result(None)
+        except Exception as error:  # noqa: BLE001 - the thread's edge; `connect` raises it
+            self._start_error = error
 
     def _start(self) -> None:
         """Start the server if it does not run. Raises TierError.

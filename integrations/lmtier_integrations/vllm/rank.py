@@ -379,8 +379,7 @@ class RankSaves:
         else:
             try:
                 tables = plan.block_ids if plan.is_state else rank.kernel_blocks(plan.block_ids)
-                blocks = dict(zip(plan.grant.chunks, mover.kv.check(tables), strict=True))
-                save = mover.fill(plan.grant, blocks)
+                save = mover.fill(plan.grant, mover.kv.check(tables))
             except (LayoutError, DeviceError) as error:
                 log.error("lmtier: a save could not begin: %s", error)
                 self._drop(plan)

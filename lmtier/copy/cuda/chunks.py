@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmtier.copy.cuda.kernels import Ids
+from lmtier.copy.blocks import ABSENT, ChunkBlocks
 from lmtier.copy.cuda.streams import Event, Rows, Stream
 from lmtier.errors import LayoutError
 from lmtier.format.layout import Array
@@ -21,14 +21,11 @@ class Chunks:
 
     addresses: Array
     """The addresses of their payloads."""
-    ids: Sequence[Ids]
-    """For each block table: engine blocks [chunks, blocks]; -1: no block."""
+    ids: ChunkBlocks
     slot_addresses: Array
     """The addresses of their places in GPU memory; 0: no place."""
     is_filled: Array
     """Whether that place already holds the payload."""
-    is_whole: bool
-    """Whether all blocks of all chunks are present."""
     memory: tuple[Array, ...]
     """The memory of the payloads, kept alive as long as this object."""
     copy: Callable[[Chunks, int | None, bool], None]
@@ -39,26 +36,24 @@ class Chunks:
     def __add__(self, others: Chunks) -> Chunks:
         return Chunks(
             np.concatenate([self.addresses, others.addresses]),
-            [np.concatenate(each) for each in zip(self.ids, others.ids, strict=True)],
+            np.concatenate([self.ids, others.ids], axis=1),
             np.concatenate([self.slot_addresses, others.slot_addresses]),
             np.concatenate([self.is_filled, others.is_filled]),
-            self.is_whole and others.is_whole,
             self.memory + others.memory,
             self.copy,
         )
 
     def part(self, which: slice | Array) -> Chunks:
         places = self.slot_addresses[which], self.is_filled[which]
-        ids = [each[which] for each in self.ids]
-        return Chunks(self.addresses[which], ids, *places, self.is_whole, self.memory, self.copy)
+        return Chunks(self.addresses[which], self.ids[:, which], *places, self.memory, self.copy)
 
     @property
     def blocks(self) -> frozenset[int]:
         """All engine blocks of these chunks."""
-        return frozenset().union(*[each.reshape(-1).tolist() for each in self.ids]) - {-1}
+        return frozenset(self.ids.reshape(-1).tolist()) - {ABSENT}
 
     def check_whole(self) -> None:
-        if not self.is_whole:
+        if self.ids.min(initial=0) < 0:
             raise LayoutError("blocks of this chunk have left a sliding window: it cannot be saved any more")
 
     def gather(self, layer: int | None) -> None:

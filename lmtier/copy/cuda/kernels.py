@@ -6,6 +6,7 @@ and `raws` for the witness, which only uses addresses and strides.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,12 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from lmtier.copy.blocks import ChunkBlocks
 from lmtier.errors import LayoutError, size_text
 from lmtier.format.layout import Array, Layout, Shard
 
-Ids = npt.NDArray[np.int32]
 """Engine blocks, [chunks, blocks]; negative: no block."""
 
 # The structs of kernels.cu, and its constants.
@@ -83,7 +83,7 @@ class TensorMemory(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel, its grid, and its arguments by value: numpy scalars and 0-dimensional arrays."""
+    """A kernel, its grid, and its arguments by value: numbers of ctypes and 0-dimensional arrays."""
 
     kernel: str
     x: int
@@ -163,7 +163,7 @@ class Geometry:
         layers: range,
         pieces: int,
         payloads: Sequence[int] | Array,
-        ids: Sequence[Ids],
+        ids: Sequence[Array] | ChunkBlocks,
         spread: Spread,
     ) -> Iterator[Launch]:
         """`gather` or `scatter` these layers of the chunks at these addresses.
@@ -173,8 +173,8 @@ class Geometry:
         for table, first, end, most in self._part(layers).ranges:
             for at, batch in batches(ids[table], payloads):
                 x, y, threads = _grid((end - first) * len(at) * self.layout.blocks, most, spread)
-                where = np.array(pieces + first * PIECE.itemsize, np.uint64)
-                yield Launch(kernel, x, y, threads, (where, np.array(end - first, np.uint32), batch))
+                where = ctypes.c_uint64(pieces + first * PIECE.itemsize)
+                yield Launch(kernel, x, y, threads, (where, ctypes.c_uint32(end - first), batch))
 
     def run_bytes(self, layers: range) -> int:
         """The average contiguous bytes in both the engine's memory and payloads, over these layers.
@@ -184,7 +184,12 @@ class Geometry:
         return min(0 if runs is None else runs.mean_bytes for runs in self._part(layers).runs)
 
     def runs(
-        self, layers: range, payloads: Sequence[int] | Array, ids: Sequence[Ids], *, stores: bool
+        self,
+        layers: range,
+        payloads: Sequence[int] | Array,
+        ids: Sequence[Array] | ChunkBlocks,
+        *,
+        stores: bool,
     ) -> Array:
         """The copies without a kernel, [number, (to, source, bytes)]: contiguous pieces in both memories."""
         table_runs = [runs for runs in self._part(layers).runs if runs is not None]
@@ -211,7 +216,7 @@ class Geometry:
         self,
         layers: range,
         raws: int,
-        ids: Sequence[Ids],
+        ids: Sequence[Array] | ChunkBlocks,
         workspace: tuple[int, int],
         marks: int,
         spread: Spread,
@@ -225,24 +230,22 @@ class Geometry:
         if any(each.shape[1] != self.layout.blocks or each.min(initial=0) < 0 for each in ids):
             raise LayoutError(f"a mark needs all {self.layout.blocks} blocks of a chunk")
         workspace_address, workspace_bytes = workspace
-        sums = np.array(workspace_address, np.uint64)
+        sums = ctypes.c_uint64(workspace_address)
         for table, group in self._part(layers).alike:
             first, end = self._span[group.start]
             nbytes, size, across = self._length[group.start], self.sums_bytes(group.start), len(ids[table])
-            scalars = (np.array(each, np.uint32) for each in (end - first, nbytes, across))
-            tensors, length, apart = scalars
+            tensors, length, apart = map(ctypes.c_uint32, (end - first, nbytes, across))
             # A thread adds up two lanes. It mostly waits for memory and ends soon, so there are more threads.
             pairs, max_blocks = ((nbytes - 1) // PART + 1) * LANES // 2, _MORE_TO_SUM * spread.thread_blocks
             step = max(1, min(len(group), workspace_bytes // size))
             for low in range(group.start, group.stop, step):
                 count = min(step, group.stop - low)
-                where = np.array(raws + self._span[low][0] * RAW.itemsize, np.uint64)
+                where = ctypes.c_uint64(raws + self._span[low][0] * RAW.itemsize)
                 out = marks + 8 * across * (low - layers.start)
                 for chunk_range, batch in batches(ids[table], most=max(1, workspace_bytes // (size * count))):
                     rows = count * len(chunk_range)
-                    counts = (np.array(each, np.uint32) for each in (count, rows, len(chunk_range)))
-                    layer_count, rows_, chunks = counts
-                    to = np.array(out + 8 * chunk_range.start, np.uint64)
+                    layer_count, rows_, chunks = map(ctypes.c_uint32, (count, rows, len(chunk_range)))
+                    to = ctypes.c_uint64(out + 8 * chunk_range.start)
                     x = min(-(-rows * pairs // 128), max_blocks)
                     yield Launch("sums", x, 1, 128, (where, tensors, length, layer_count, batch, sums))
                     yield Launch("chain", -(-rows * LANES // 32), 1, 32, (sums, length, rows_))
@@ -323,7 +326,7 @@ class _Runs:
     def mean_bytes(self) -> int:
         return int(self.nbytes.mean())
 
-    def copies(self, payloads: Sequence[int] | Array, ids: Ids, *, stores: bool) -> Array:
+    def copies(self, payloads: Sequence[int] | Array, ids: Array, *, stores: bool) -> Array:
         copies = np.empty((len(self.base), *ids.shape, 3), np.int64)
         copies[..., int(stores)] = self.base + self.step * ids
         starts = np.asarray(payloads, np.int64)[:, None]
@@ -335,7 +338,7 @@ class _Runs:
 
 
 def batches(
-    ids: Ids, payloads: Sequence[int] | Array | None = None, most: int = BLOCKS
+    ids: Array, payloads: Sequence[int] | Array | None = None, most: int = BLOCKS
 ) -> Iterator[tuple[range, Array]]:
     """Ranges of chunks and their kernel argument: as many chunks as fit, with equally spaced payloads."""
     blocks = ids.shape[1]

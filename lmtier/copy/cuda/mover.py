@@ -12,12 +12,12 @@ when all ranks are done. Without `gpu_slots`, a mover with `gpu_copies` manages 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
-from lmtier.copy.blocks import BlockIds
+from lmtier.copy.blocks import ChunkBlocks
 from lmtier.copy.cuda.chunks import Chunks, Fingerprints
 from lmtier.copy.cuda.paging import CudaKV, SlotOfEachChunk
 from lmtier.copy.cuda.streams import StreamPair, TransferOrder
@@ -85,9 +85,9 @@ class CudaMover(Mover):
         self._need(grant.form)
         return CudaLoad(self, grant, block_ids, computed_tokens, gpu_slots)
 
-    def fill(self, grant: Grant, blocks: Mapping[int, BlockIds]) -> CudaSave:
+    def fill(self, grant: Grant, ids: ChunkBlocks) -> CudaSave:
         self._need(grant.form)
-        return CudaSave(self, grant, blocks)
+        return CudaSave(self, grant, ids)
 
     @property
     def under_way(self) -> int:
@@ -122,25 +122,18 @@ class CudaSave(Save):
 
     _bound: Chunks
 
-    def __init__(
-        self,
-        mover: CudaMover,
-        grant: Grant,
-        blocks: Mapping[int, BlockIds],
-    ) -> None:
-        super().__init__(mover, grant, blocks)
+    def __init__(self, mover: CudaMover, grant: Grant, ids: ChunkBlocks) -> None:
+        super().__init__(mover, grant, ids)
         self._kv = mover.kv
         self._bound.check_whole()
         self._groups: list[range] = []
         """Groups of layers that are not enqueued yet. One is enqueued once all of its layers may be."""
         self._group_of: dict[int, range] = {}
-        self._marked = [(chunk, ids) for chunk, ids in self._chunks if chunk in self._fingerprints]
         self._store = mover.order.store(self._bound.blocks)
-        self._fingerprint_room = self._kv.take_fingerprints(len(self._marked))
-        self._marked = self._marked[
-            : self._fingerprint_room.chunks
-        ]  # the others are stored without a fingerprint
-        self._fingerprints = {chunk: {} for chunk, _ in self._marked}
+        self._fingerprint_room = self._kv.take_fingerprints(len(self._fingerprints))
+        self._marked = list(self._fingerprints)[: self._fingerprint_room.chunks]
+        """The chunks with a fingerprint, counted within the grant. There may be no room for all."""
+        self._fingerprints = {}
 
     def layer(self, layer: int) -> None:
         """Save one layer of every new chunk, which the engine has enqueued by now.
@@ -175,11 +168,11 @@ class CudaSave(Save):
         self._kv.enqueue_copies(lane, layers, self._bound)
         if not self._groups:  # these layers are the last, so the fingerprints of all can be computed
             self._kv.enqueue_fingerprints(
-                lane, self._kv.layers, [ids for _, ids in self._marked], self._fingerprint_room
+                lane, self._kv.layers, self._ids[:, self._marked], self._fingerprint_room
             )
 
     def commit(self) -> None:
-        if self._missing and self._chunks:
+        if self._missing and self.grant.chunks:
             raise MisuseError(f"commit of a save that lacks layers {sorted(self._missing)}")
         self._store.end(self._commit)
 
@@ -188,8 +181,8 @@ class CudaSave(Save):
         self._store.end(self._abort)
 
     def _commit(self) -> None:
-        for number, (chunk, _) in enumerate(self._marked):
-            self._fingerprints[chunk] = dict(
+        for number, row in enumerate(self._marked):
+            self._fingerprints[row] = dict(
                 zip(self._kv.layers, self._fingerprint_room.prints(number), strict=True)
             )
         self._kv.free_fingerprints(self._fingerprint_room)
@@ -226,21 +219,15 @@ class CudaLoad(Load):
         self.done = False
         """Whether the last `poll` found all copies done."""
         self._has_exited = False
-        sampled = mover.sampled([self._placed.keys[chunk] for chunk, _, _ in self._chunks])
-        marked = [
-            (chunk, ids)
-            for (chunk, ids, first_block), is_sampled in zip(self._chunks, sampled, strict=True)
-            if is_sampled and self._is_comparable(chunk, ids, first_block)
-        ]
+        marked = list(self._comparable)
         self._fingerprints: dict[int, bytes] = {}
         self._places: GpuSlots | None = None
         if gpu_slots is None and mover.gpu_copies is not None:
-            first = len(grant.chunks) - len(self._chunks)
-            self._places = mover.gpu_copies.load(grant.placement, mover.form, first)
+            self._places = mover.gpu_copies.load(grant.placement, mover.form, self._first)
             gpu_slots = self._places.by_chunk
             self.from_copies = [
                 chunk
-                for (chunk, _, _), place in zip(self._chunks, gpu_slots, strict=True)
+                for chunk, place in enumerate(gpu_slots, start=self._first)
                 if place is not None and place.is_filled
             ]
         try:
@@ -266,10 +253,11 @@ class CudaLoad(Load):
             self._load.part(partial(self._enqueue, layers), layers)
 
         def enqueue_marks(lane: StreamPair) -> None:
-            kv.enqueue_fingerprints(lane, kv.layers, [ids for _, ids in marked], marks)
+            ids = self._ids[:, [chunk - self._first for chunk in marked]]
+            kv.enqueue_fingerprints(lane, kv.layers, ids, marks)
 
         def arrived() -> None:
-            for number, (chunk, _) in enumerate(marked):
+            for number, chunk in enumerate(marked):
                 self._fingerprints[chunk] = kv.fold(marks.prints(number))
             kv.free_fingerprints(marks)
             self.done, self.seconds = True, self._load.seconds
@@ -295,14 +283,15 @@ class CudaLoad(Load):
             return same_form
         payloads = np.empty((len(self._to_convert), nbytes), np.uint8)
         memory = payloads.reshape(-1).data
-        rows = [(ids, at * nbytes, first) for at, (_, ids, first) in enumerate(self._to_convert)]
-        chunks = same_form + kv.bind_all(rows, lambda at, size: memory[at : at + size])
+        ids = self._ids[:, [chunk - self._first for chunk in self._to_convert]]
+        offsets = [at * nbytes for at in range(len(self._to_convert))]
+        chunks = same_form + kv.bind_all(ids, offsets, lambda at, size: memory[at : at + size])
         if gpu_slots is not None:
-            is_foreign = [chunk in self._placed.other_forms for chunk, _, _ in self._chunks]
+            is_foreign = [self._first + at in self._placed.other_forms for at in range(len(gpu_slots))]
             kv.set_gpu_slots(
                 chunks, [gpu_slots[at] for at in sorted(range(len(gpu_slots)), key=is_foreign.__getitem__)]
             )
-        for payload, (chunk, _, _), is_filled in zip(
+        for payload, chunk, is_filled in zip(
             payloads, self._to_convert, chunks.is_filled[len(same_form) :], strict=True
         ):
             if not is_filled:
@@ -351,10 +340,10 @@ class CudaLoad(Load):
             self._give_back(believed=tokens == loaded)
         return tokens
 
-    def _differs(self, chunk: int, ids: BlockIds, first_block: int) -> bool:
-        return chunk in self._fingerprints and super()._differs(chunk, ids, first_block)
+    def _differs(self, chunk: int) -> bool:
+        return chunk in self._fingerprints and super()._differs(chunk)
 
-    def _fingerprint(self, chunk: int, ids: BlockIds) -> bytes:
+    def _fingerprint(self, chunk: int) -> bytes:
         return self._fingerprints[chunk]
 
     def _settle(self) -> None:

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lmtier.copy.blocks import BlockIds, Blocks, Buffer, check_dtype, payload_of, tensors_of_layers
+from lmtier.copy.blocks import Blocks, Buffer, ChunkBlocks, check_dtype, payload_of, tensors_of_layers
 from lmtier.copy.cuda.chunks import Chunks, Fingerprints, Staging, rows_of
 from lmtier.copy.cuda.kernels import Geometry, TensorMemory
 from lmtier.copy.cuda.streams import Device, Enqueue, StreamPair
@@ -141,36 +141,21 @@ class CudaKV(Blocks):
 
     def bind(self, block_ids: Any, buffer: Buffer, first_block: int = 0) -> Chunks:
         """One chunk's blocks and its payload."""
-        ids, payload = self._ids(block_ids, first_block), payload_of(buffer, self.nbytes)
-        return self._bound([(ids, 0, first_block)], payload)
+        return self._bound(self.chunk(block_ids, first_block), [0], payload_of(buffer, self.nbytes))
 
     def bind_all(
-        self, chunks: Sequence[tuple[BlockIds, int, int]], view: Callable[[int, int], Buffer]
+        self, ids: ChunkBlocks, offsets: Sequence[int], view: Callable[[int, int], Buffer]
     ) -> Chunks:
-        """Many chunks (ids, offset, first block) as one object: their tables are made once."""
-        if not chunks:
-            return self._bound([], np.empty(0, np.uint8))
-        offsets = [offset for _, offset, _ in chunks]
+        """Many chunks, whose payloads are at these offsets, as one object."""
+        if not offsets:
+            return self._bound(ids, [], np.empty(0, np.uint8))
         low, size = min(offsets), max(offsets) - min(offsets) + self.nbytes
-        return self._bound(chunks, payload_of(view(low, size), size), low)
+        return self._bound(ids, offsets, payload_of(view(low, size), size), low)
 
-    def _bound(self, chunks: Sequence[tuple[BlockIds, int, int]], memory: Array, low: int = 0) -> Chunks:
-        first = memory.ctypes.data - low
-        addresses = np.array([offset for _, offset, _ in chunks], np.int64) + first
-        number, blocks = len(chunks), self.layout.blocks
-        is_whole = all(ids.is_whole and not skipped for ids, _, skipped in chunks)
-        tables = []
-        for table in range(self.tables):
-            if is_whole and chunks:
-                rows = np.concatenate([ids.tables[table] for ids, _, _ in chunks]).astype(np.int32)
-                tables.append(rows.reshape(number, blocks))
-                continue
-            tables.append(np.full((number, blocks), -1, np.int32))
-            for row, (chunk_ids, _, skipped) in zip(tables[-1], chunks, strict=True):
-                ids, begin = chunk_ids.after(table, skipped)
-                row[begin : begin + len(ids)] = ids
-        gpu_slots, is_filled = np.zeros(number, np.int64), np.zeros(number, np.bool_)
-        return Chunks(addresses, tables, gpu_slots, is_filled, is_whole, (memory,), self._copy_now)
+    def _bound(self, ids: ChunkBlocks, offsets: Sequence[int], memory: Array, low: int = 0) -> Chunks:
+        addresses = np.array(offsets, np.int64) + (memory.ctypes.data - low)
+        slots = np.zeros(len(offsets), np.int64), np.zeros(len(offsets), np.bool_)
+        return Chunks(addresses, ids, *slots, (memory,), self._copy_now)
 
     def set_gpu_slots(self, chunks: Chunks, gpu_slots: SlotOfEachChunk) -> None:
         """Use the places of the chunks that have one. The caller guarantees that the places are theirs."""
@@ -268,12 +253,11 @@ class CudaKV(Blocks):
                 lane.copies.copy_rows(rows)
 
     def enqueue_fingerprints(
-        self, lane: StreamPair, layers: range, chunks: Sequence[BlockIds], marks: Fingerprints
+        self, lane: StreamPair, layers: range, ids: ChunkBlocks, marks: Fingerprints
     ) -> None:
         """Enqueue the marks. The values are ready when the enqueued work is done."""
-        if not chunks:
+        if not ids.size:
             return
-        ids = [np.array([each.tables[table] for each in chunks], np.int32) for table in range(self.tables)]
         out = marks.values[layers.start - self.shard.first_layer :].ctypes.data
         workspace = self._workspace[lane.is_store], self._workspace_bytes
         for launch in self.geometry.fingerprint_launches(
@@ -320,10 +304,9 @@ class CudaKV(Blocks):
         self.wait_for(lambda lane: self.enqueue_copies(lane, self._these(layer), chunks), lane)
 
     def raw_fingerprint(self, block_ids: Any, layer: int | None = None) -> bytes:
-        tables, layers = self._listed(block_ids), self._these(layer)
-        ids = BlockIds([np.array(table, np.intp) for table in tables], [0] * len(tables))
+        ids, layers = np.array(self._listed(block_ids), np.intp)[:, None], self._these(layer)
         marks = self.take_fingerprints(1)
-        self.wait_for(lambda lane: self.enqueue_fingerprints(lane, layers, [ids], marks))
+        self.wait_for(lambda lane: self.enqueue_fingerprints(lane, layers, ids, marks))
         prints = marks.prints(0)[layers.start - self.shard.first_layer :][: len(layers)]
         self.free_fingerprints(marks)
         return self.fold(prints)
