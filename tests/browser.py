@@ -129,25 +129,19 @@ class Browser:
         )
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
-        is_phone = width < 700
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            **{
-                "width": width,
-                "height": height,
-                "deviceScaleFactor": 1.5 if is_phone else 1,
-                "mobile": is_phone,
-            },
-        )
+        self.dark(dark)
+        self.resize(width, height)
         self.call("Page.navigate", url=url)
         self.until(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
-    def open_height(self, height: int) -> None:
-        """A screen of this height, so that more of the page fits on a picture."""
-        screen = {"width": 1440, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **screen)
+    def dark(self, dark: bool) -> None:
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[feature])
+
+    def resize(self, width: int, height: int) -> None:
+        is_phone = width < 700
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1.5 if is_phone else 1}
+        self.call("Emulation.setDeviceMetricsOverride", **screen, mobile=is_phone)
 
     def screenshot(self, path: Path) -> None:
         """All of the page, from top to bottom."""

@@ -1,4 +1,4 @@
-"""The documentation builds: every page is in the menu, every link and anchor leads somewhere."""
+"""The documentation builds only if every link and anchor leads somewhere, and its prose is plain."""
 
 import re
 import subprocess
@@ -18,13 +18,6 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, "--site-dir", str(site)], capture_output=True, text=True, timeout=240)
 
 
-def test_the_documentation_builds_without_a_warning(tmp_path):
-    done = build(ROOT / "mkdocs.yml", tmp_path / "site")
-    assert done.returncode == 0, done.stderr
-    pages = {each.parent.name for each in (tmp_path / "site").rglob("index.html")}
-    assert pages >= {each.stem for each in (ROOT / "docs").glob("*.md")} - {"index"}
-
-
 def test_the_api_page_has_every_public_name_once():
     named = re.findall(r"^::: lmtier\.(\w+)$", (ROOT / "docs" / "API.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(set(lmtier.__all__) - {"__version__"})
@@ -35,7 +28,8 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
         folder = tmp_path / name
         (folder / "docs").mkdir(parents=True)
         (folder / "docs" / "index.md").write_text(f"# Start\n\n[broken]{link}\n")
-        (folder / "docs" / "links.py").write_bytes((ROOT / "docs" / "links.py").read_bytes())
+        (folder / "docs" / "site.py").write_bytes((ROOT / "docs" / "site.py").read_bytes())
+        (folder / "docs" / "theme").symlink_to(ROOT / "docs" / "theme")
         menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[0]
         (folder / "mkdocs.yml").write_text(f"{menu}\nnav:\n  - Start: index.md\n")
         done = build(folder / "mkdocs.yml", folder / "site")

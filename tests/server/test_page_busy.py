@@ -1,4 +1,4 @@
-"""The live page of a server that works, in a real browser: also the picture in the documentation.
+"""The live page of a server that works, in a real browser: also the pictures in the documentation.
 
 LMTIER_PICTURE=docs/page.png pytest tests/server/test_page_busy.py -m slow
 """
@@ -88,7 +88,11 @@ def test_a_busy_server_answers_all_five_questions(tmp_path: Path, monkeypatch: p
             assert browser.complaints == []
             picture = tmp_path / "page.png"
             browser.picture(picture)
+            browser.dark(True)
+            browser.picture(picture.with_stem("page-dark"))
             if picture_of is not None:
                 picture_of.write_bytes(picture.read_bytes())
+                dark = picture_of.with_stem(f"{picture_of.stem}-dark")
+                dark.write_bytes(picture.with_stem("page-dark").read_bytes())
     finally:
         server.kill()

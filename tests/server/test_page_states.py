@@ -281,7 +281,7 @@ def test_memory_that_is_too_small_over_a_disk(state: State) -> None:
         assert verdicts["working"] == ["good", "yes", "cpu and disk work; 1 engine connection"]
     for name in ("misses", "bottleneck", "memory"):
         state.browser.evaluate(f"document.querySelector('[data-verdict={name}]').open = true")
-    state.browser.open_height(2000)
+    state.browser.resize(1440, 2000)
     state.picture("details")
     curve = state.server.ask("LMTIER.REPORT")["curve"]
     gain = max(each["2"] for each in curve.values()) - max(each["1"] for each in curve.values())
