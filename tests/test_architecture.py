@@ -180,6 +180,11 @@ def test_threads_live_in_one_module():
     assert not users("concurrent") | users("multiprocessing")
 
 
+def test_sizes_are_written_in_one_place():
+    writers = [path.name for _, path in SOURCES if '"MiB"' in path.read_text()]
+    assert writers == ["errors.py"]
+
+
 def test_one_colour():
     assert not users("asyncio")
     assert not any(

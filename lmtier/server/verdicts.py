@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple, TypedDict
 
 from lmtier.config import read_price
+from lmtier.errors import size_text
 from lmtier.observe.metrics import INTENDED_DROPS, MISS_GROUPS, SECONDS
 
 GOOD, IDLE, WARN, BAD = "good", "idle", "warn", "bad"
@@ -332,13 +333,13 @@ def _memory(facts: Facts) -> Verdict:
     best_hit_ratio = max(tier.at("1") or 0.0 for tier in tiers)
     tier = max(tiers, key=lambda each: each.at("2") or 0.0)
     gain = max(0.0, (tier.at("2") or 0.0) - best_hit_ratio)
-    twice = f"{tier.name} × 2 ({size(2 * (tier.capacity or 0))}) would give {_points(gain)}"
+    twice = f"{tier.name} × 2 ({size_text(2 * (tier.capacity or 0))}) would give {_points(gain)}"
     if gain >= _SMALL:
         return verdict(WARN, f"{tier.name} is small", twice)
     top = tiers[0]
     sooner = (top.at("2") or 0.0) - (top.at("1") or 0.0)
     if top is not tier and sooner >= _SMALL:
-        double = f"{top.name} × 2 ({size(2 * (top.capacity or 0))})"
+        double = f"{top.name} × 2 ({size_text(2 * (top.capacity or 0))})"
         return verdict(GOOD, "enough", f"{double} would give no more hits, but {_points(sooner)} sooner")
     spare = [
         each
@@ -346,7 +347,7 @@ def _memory(facts: Facts) -> Verdict:
         if (half := each.at("0.5")) is not None and half > (each.at("1") or 0.0) - _FITS / 2
     ]
     if gain < _FITS and spare:
-        half_of = size((spare[0].capacity or 0) // 2)
+        half_of = size_text((spare[0].capacity or 0) // 2)
         return verdict(GOOD, "ample", f"half of {spare[0].name} ({half_of}) would give as many hits")
     return verdict(GOOD, "enough", twice)
 
@@ -400,14 +401,6 @@ def span(seconds: float) -> str:
         return f"{whole // 60} min"
     hours, days = whole // 3600, whole // 86400
     return f"{hours} h {whole // 60 % 60} min" if hours < 48 else f"{days} d {hours % 24} h"
-
-
-def size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if nbytes < 1024 or unit == "TiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:.0f} {unit}"
 
 
 def _listed(words: Sequence[str]) -> str:

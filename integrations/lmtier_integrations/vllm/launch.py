@@ -25,11 +25,11 @@ from threading import Thread
 
 from lmtier.client.client import Client
 from lmtier.config import TOKEN_VARIABLE, TierSpec
-from lmtier.errors import ConfigError, TierError
+from lmtier.errors import ConfigError, TierError, size_text
 from lmtier.format.layout import Shard
 from lmtier.threads import start_thread
 from lmtier.wire.resp import encode_command
-from lmtier_integrations.vllm.settings import Settings, log, size
+from lmtier_integrations.vllm.settings import Settings, log
 
 _PATIENCE = 60.0  # seconds until a private server must answer
 _LINGER = 5.0  # seconds without an engine until it ends; the next start needs its disk
@@ -293,7 +293,7 @@ def _leave(server: subprocess.Popen[bytes]) -> None:
 
 def _tier(url: str, capacity: int | None) -> str:
     scheme, _, rest = url.partition("://")
-    words = [scheme, rest.partition("?")[0], size(capacity) if capacity else ""]
+    words = [scheme, rest.partition("?")[0], size_text(capacity) if capacity else ""]
     return " ".join(word for word in words if word)
 
 

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from lmtier.config import parse_seconds
-from lmtier.errors import LayoutError
+from lmtier.errors import LayoutError, size_text
 from lmtier.format.layout import Layout, form_of
 from lmtier_integrations.vllm.events import KVEvents
 from lmtier_integrations.vllm.failed_load_repair import FailedLoadRepair
@@ -48,7 +48,7 @@ from lmtier_integrations.vllm.other_connector_kv import OtherConnectorKV
 from lmtier_integrations.vllm.places import is_on_gpu
 from lmtier_integrations.vllm.request_inputs import RequestHints, is_readable, said_by
 from lmtier_integrations.vllm.save_planner import SavePlanner
-from lmtier_integrations.vllm.settings import Settings, check_chunks, log, size
+from lmtier_integrations.vllm.settings import Settings, check_chunks, log
 from lmtier_integrations.vllm.stats import Stats
 from lmtier_integrations.vllm.steps import blocks_taken, prefill_work_of
 from lmtier_integrations.vllm.tracked_request import SchedulerParts, TrackedRequest
@@ -183,7 +183,7 @@ class Scheduler:
             verbs = [*(["loads"] if self._loads else []), *(["stores"] if self._saves else [])]
             log.info(
                 "lmtier: %s KV of %s in chunks of %d tokens (%s), for %s",
-                *(" and ".join(verbs), self._model, self._client.chunk_tokens, size(sum(form.sizes))),
+                *(" and ".join(verbs), self._model, self._client.chunk_tokens, size_text(sum(form.sizes))),
                 "this run of the engine only" if self._names.is_private else "all engines with its weights",
             )
         runs = {facts.run for facts in ranks.values()}

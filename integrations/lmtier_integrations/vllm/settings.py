@@ -131,12 +131,3 @@ def check_chunks(chunk_tokens: int, block_tokens: int, window: int, *, has_state
 
 def _wrong(what: str) -> ConfigError:
     return ConfigError(f"kv_connector_extra_config: {what}")
-
-
-def size(nbytes: float) -> str:
-    """For the log, in the largest unit that leaves a number of at least 1."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if nbytes >= 1024:
-            nbytes, unit = nbytes / 1024, larger
-    return f"{nbytes:.4g} {unit}"
