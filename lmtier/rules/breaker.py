@@ -38,9 +38,6 @@ class Breaker:
         self.outage: Outage | None = None
         """The last one."""
 
-    def __str__(self) -> str:
-        return "open" if self.is_open else "closed"
-
     @property
     def is_open(self) -> bool:
         return self._failures >= self.FAILURES

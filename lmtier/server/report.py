@@ -83,8 +83,8 @@ class TierNow(TypedDict):
     write: str | None
     queue: int
     """Chunks that are still to be written or deleted."""
-    breaker_up: str
-    breaker_down: str
+    state: str
+    """works, warming up, loads fail, stores fail, or fails: both."""
     outages: list[OutageNow]
     evictions: int
     shares: dict[str, ShareNow]
@@ -257,8 +257,7 @@ class Report:
                 "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
-                "breaker_up": "closed" if below is None else str(below.load_breaker),
-                "breaker_down": "closed" if below is None else str(below.store_breaker),
+                "state": "works" if below is None else _state(below),
                 "outages": [] if below is None else self._outages(below, now),
                 "evictions": evictions.get(label, 0),
                 "shares": {
@@ -536,6 +535,16 @@ def row_of(snapshot: Snapshot) -> Counters:
         "corrupt": snapshot["corrupt"],
         "busy": round(snapshot["busy"], 3),
     }
+
+
+def _state(below: LowerTier) -> str:
+    """The word of the page, `stats` and `top`: a breaker that is open has stopped what fails."""
+    loads, stores = below.load_breaker.is_open, below.store_breaker.is_open
+    if loads and stores:
+        return "fails"
+    if loads or stores:
+        return "loads fail" if loads else "stores fail"
+    return "works" if below.is_warm else "warming up"
 
 
 def _since(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:

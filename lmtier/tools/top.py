@@ -16,7 +16,6 @@ from lmtier.server.report import Snapshot, row_of
 from lmtier.tools.console import TIMEOUT, ConsoleConnection, ServerAddress, Unreachable
 from lmtier.tools.terminal import Screen, bar, count_text, duration_text, size_text, spark, table
 from lmtier.tools.views import (
-    breaker,
     client_count,
     clients_table,
     curve_table,
@@ -184,8 +183,8 @@ def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
     rows = [
         (
             tier["tier"],
-            breaker(tier),
-            bar((tier["used"] or 0) / (tier["capacity"] or math.inf), 5),
+            tier["state"],
+            bar((tier["used"] or 0) / (tier["capacity"] or math.inf), 4),
             percent(tier["used"], tier["capacity"]),
             size_or_dash(tier["capacity"]),
             rate(present.up, latest.up, tier["tier"]),
@@ -195,8 +194,8 @@ def _tier_lines(now: Snapshot, latest: Totals, present: Totals) -> list[str]:
         for tier in now["tiers"]
     ]
     busy = max(0.0, present.busy - latest.busy) / seconds
-    rows.append(("the thread", "-", bar(busy, 5), percent(busy, 1), "-", "-", "-", "-"))
-    return _bare(table(("bottleneck?", "breaker", "use", "", "of", "up", "down", "queue"), rows))
+    rows.append(("the thread", "-", bar(busy, 4), percent(busy, 1), "-", "-", "-", "-"))
+    return _bare(table(("bottleneck?", "state", "use", "", "of", "up", "down", "queue"), rows))
 
 
 def plain(now: Snapshot, line: Sequence[Totals]) -> str:
@@ -212,7 +211,7 @@ def plain(now: Snapshot, line: Sequence[Totals]) -> str:
         up, down = (moved.get(name, 0) / seconds for moved in (counted.up, counted.down))
         parts.append(
             f"{name} {percent(tier['used'], tier['capacity'])} full, up {size_text(round(up))}/s, down "
-            f"{size_text(round(down))}/s, queue {tier['queue']:,}, breaker {breaker(tier)}"
+            f"{size_text(round(down))}/s, queue {tier['queue']:,}, {tier['state']}"
         )
     trouble = [] if now["verdicts"][0]["state"] == "good" else [working_text(now)]
     return "; ".join([*parts, count_text(client_count(now), "client"), *trouble])

@@ -11,7 +11,7 @@ from typing import Any
 from lmtier.observe.metrics import MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
 from lmtier.server.explain import Explanation
-from lmtier.server.report import Snapshot, TierNow
+from lmtier.server.report import Snapshot
 from lmtier.tools.console import ConsoleConnection
 from lmtier.tools.terminal import count_text, duration_text, number_text, size_text, table
 
@@ -252,7 +252,7 @@ def _tiers_table(now: Snapshot) -> str:
         "queue",
         "evicted",
         "failed",
-        "breaker",
+        "state",
     )
     rows = [
         (
@@ -266,7 +266,7 @@ def _tiers_table(now: Snapshot) -> str:
             f"{tier['queue']:,}",
             f"{tier['evictions']:,}",
             f"{tier['failures']:,}",
-            breaker(tier),
+            tier["state"],
         )
         for tier in now["tiers"]
     ]
@@ -359,15 +359,6 @@ def percent(part: float | None, total: float | None) -> str:
 
 def size_or_dash(count: int | None) -> str:
     return "-" if count is None else size_text(count)
-
-
-def breaker(tier: TierNow) -> str:
-    """The state of a tier's breaker. Open: the tier failed so often that it is paused."""
-    states = {"up": tier["breaker_up"], "down": tier["breaker_down"]}
-    open_ways = [way for way, state in states.items() if state != "closed"]
-    if not open_ways:
-        return "closed" if tier["warm"] else "scanning"
-    return "open" if len(open_ways) == len(states) else f"open {open_ways[0]}"
 
 
 def sessions_table(sessions: Sequence[Mapping[str, Any]]) -> str:

@@ -867,7 +867,7 @@ def test_the_view_says_what_happens_now_and_what_did_lately(now):
     now["uptime"], now["time"] = 1000.0, start + 1000.0
     now["tokens"] |= {"asked": 3000, "hit": {"cpu": 1500, "disk": 500}, "missed": {"evicted": 1000}}
     now["tiers"][1]["bytes_up"] = 64 << 20
-    now["tiers"][1]["breaker_up"] = "open"
+    now["tiers"][1]["state"] = "loads fail"
     moved = {"up": {"disk": 0}, "down": {"disk": 0}, "used": {}, "busy": 0.0}
     history = [
         {"time": start + 10, "asked": 1000, "hit": {"cpu": 0}, "missed": {"evicted": 1000}, **moved},
@@ -877,7 +877,7 @@ def test_the_view_says_what_happens_now_and_what_did_lately(now):
     assert "hit rate   now 100 %   last 16 min 30 s 100 %   since the start 67 %" in lines[2]
     text = "\n".join(lines)
     assert re.search(r"^from cpu +125 +1,500 +75 % +█", text, re.MULTILINE)
-    assert re.search(r"^disk +open up .* 8 MiB +16 MiB/s", text, re.MULTILINE)
+    assert re.search(r"^disk +loads fail .* 8 MiB +16 MiB/s", text, re.MULTILINE)
     assert set(lines[3]) == {"·", "█"}
 
 
@@ -907,12 +907,14 @@ def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_clien
             assert said.search("\n".join(frame(down, timeline(down, []), "here", 120, 24)[1:3]))
             out = run("top", "--server", server.redis, "--times", "1")[1]
             assert said.search(out)
+            assert re.search(r"; redis .*, loads fail;", out)
             assert "2 clients;" in out
             out = run("top", "--server", server.redis, "--server", tmp_path / "socket", "--times", "1")[1]
             assert "2 need help" in out
             assert len(said.findall(out)) == 2
             out = run("stats", "--server", server.redis)[1]
             assert re.search(r"^working +redis is down +loads have failed", out, re.MULTILINE)
+            assert re.search(r"^cpu .* works$\n^redis .* loads fail$", out, re.MULTILINE)
             assert len(re.findall(r"^redis +- +127", out, re.MULTILINE)) == 1, "the one that said PING"
             assert "agent sessions" not in out, "prompts without a session's name are plain traffic"
     finally:
@@ -921,8 +923,8 @@ def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_clien
 
 def test_three_tiers_fit_on_80_by_24_with_why_and_which_fails(now):
     disk = now["tiers"][1]
-    redis = {"tier": "redis", "used": None, "capacity": None, "chunks": None, "breaker_up": "open"}
-    now["tiers"] += [{**disk, **redis, "breaker_down": "open"}]
+    redis = {"tier": "redis", "used": None, "capacity": None, "chunks": None, "state": "stores fail"}
+    now["tiers"] += [{**disk, **redis}]
     disk |= {"used": 1023 << 30, "capacity": 1023 << 30, "bytes_up": 1023 << 40, "queue": 4096}
     missed = dict.fromkeys(("never_stored", "evicted", "tier_down", "partial_chunk"), 250)
     now["tokens"] |= {"asked": 4000, "hit": dict.fromkeys(("cpu", "disk", "redis"), 1000), "missed": missed}
@@ -932,8 +934,8 @@ def test_three_tiers_fit_on_80_by_24_with_why_and_which_fails(now):
     text = "\n".join(lines)
     assert len(lines) == 24
     assert all(re.search(f"^missed: {reason} .* 6 %", text, re.MULTILINE) for reason in missed)
-    assert re.search(r"^redis +open ", text, re.MULTILINE)
-    assert re.search(r"^disk +closed .* 4,096$", text, re.MULTILINE)
+    assert re.search(r"^redis +stores fail ", text, re.MULTILINE)
+    assert re.search(r"^disk +works .* 4,096$", text, re.MULTILINE)
     assert len([line for line in lines if line.startswith("engine ")]) >= 2
     assert "more" in lines[-1]
 
@@ -1006,8 +1008,7 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
             "queue": whole,
         }
         | {
-            "breaker_up": word,
-            "breaker_down": word,
+            "state": word,
             "evictions": whole,
             "bytes_up": whole,
             "bytes_down": whole,
