@@ -1,15 +1,18 @@
 """Every block of a page that is marked with `<!-- run -->` runs, and prints what stands below it."""
 
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from lmtier.config import Config
 from lmtier.format import keys, objects
 from lmtier.format.layout import DTYPE_BYTES, KNOWN_PACKINGS
 from lmtier.observe.metrics import MISS_REASONS
+from lmtier.tools.cli import make_parser
 from lmtier.wire import verbs
 from tests.guides import blocks, check, files
 from tests.redis_process import free_port
@@ -43,10 +46,30 @@ def test_the_guide_to_misses_names_every_reason():
     assert set(MISS_REASONS) <= set(named)
 
 
-def test_the_guide_to_operating_explains_every_alert():
-    alerts = re.findall(r"- alert: (\w+)", (ROOT / "dashboards" / "prometheus" / "alerts.yml").read_text())
-    explained = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", (DOCS / "OPERATE.md").read_text(), re.MULTILINE)
-    assert explained == alerts
+def test_every_alert_has_a_runbook_that_says_what_to_do():
+    page = (DOCS / "ALERTS.md").read_text()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    (group,) = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "alerts.yml").read_text())["groups"]
+    links = {each["alert"]: each["annotations"].get("runbook_url") for each in group["rules"]}
+    assert links == {name: f"docs/ALERTS.md#{name.lower()}" for name in sections}
+    for name, text in sections.items():
+        heads = re.findall(r"^\*\*([\w ]+):\*\* \S", text, re.MULTILINE)
+        assert heads == ["You see", "It means", "Do"], name
+        assert "```sh\n" in text.partition("**Do:**")[2], name
+
+
+def test_the_commands_of_the_runbooks_are_understood():
+    page = (DOCS / "ALERTS.md").read_text()
+    typed = [
+        shlex.split(part, comments=True)
+        for block in re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+        for part in re.split(r"&&|\|", line)
+    ]
+    ours = [words[1:] for words in typed if words and words[0] == "lmtier"]
+    assert {"ping", "stats", "explain", "clear", "set", "verify", "top"} == {words[0] for words in ours}
+    for words in ours:
+        make_parser().parse_args(words)
 
 
 def test_the_page_about_stability_has_the_versions_of_all_formats():

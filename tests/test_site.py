@@ -171,7 +171,7 @@ def test_search_finds_the_page_on_breakers(address, browser):
     browser.evaluate("document.getElementById('query').focus()")
     browser.call("Input.insertText", text="LmtierBreakerOpen")
     found = browser.until("[...document.querySelectorAll('#results a')].map(each => each.href).join(' ')")
-    assert f"{address}OPERATE/" in found
+    assert f"{address}ALERTS/#lmtierbreakeropen" in found
 
 
 def test_a_reader_chooses_light_or_dark_and_it_stays(address, browser):

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> Exit:
     """Runs the command, and returns an `Exit`."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        parser = _parser()
+        parser = make_parser()
         if not arguments:
             say(parser.format_help().rstrip())
             return Exit.MISUSE
@@ -57,7 +57,7 @@ class _Parser(ArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
     parser = _Parser(
         prog="lmtier",
         description="Tiered KV-cache offload for LLM serving.",
