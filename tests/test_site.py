@@ -187,6 +187,13 @@ def test_a_reader_chooses_light_or_dark_and_it_stays(address, browser):
     assert browser.evaluate(paper) == light
 
 
+def test_a_page_opens_at_its_top_and_the_menu_where_it_is(address, browser):
+    browser.open(f"{address}LOG/", width=DESK, height=600)
+    assert browser.evaluate("scrollY") == 0
+    place = browser.evaluate("document.querySelector('#menu [aria-current]').getBoundingClientRect().bottom")
+    assert 0 < place < 600
+
+
 def test_the_menu_opens_on_a_phone(address, browser):
     browser.open(address, width=PHONE)
     is_shown = "document.getElementById('menu').checkVisibility()"

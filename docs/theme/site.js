@@ -55,4 +55,7 @@ document.addEventListener("keydown", event => {
   if (event.key === "/" && document.activeElement === document.body) { event.preventDefault(); query.focus() }
 });
 
-document.querySelector("#menu [aria-current]")?.scrollIntoView({ block: "nearest" });
+// The menu shows where the reader is; `scrollIntoView` would move the page with it.
+const menu = document.getElementById("menu");
+const here = menu.querySelector("[aria-current]");
+if (here) menu.scrollTop += here.getBoundingClientRect().top - menu.getBoundingClientRect().top - menu.clientHeight / 2;
