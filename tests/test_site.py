@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,7 @@ import pytest
 from tests.browser import Browser
 from tests.test_docs import ROOT, build
 
+DOCS = ROOT / "docs"
 PHONE, DESK = 390, 1280
 
 # What makes a page scroll sideways.
@@ -124,7 +126,7 @@ def visits(site: Path, address: str, browser: Browser) -> dict[str, Visit]:
 
 def test_every_page_is_built(site):
     pages = {each.parent.name for each in site.rglob("index.html")}
-    assert pages >= {each.stem for each in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages >= {each.stem for each in DOCS.glob("*.md")} - {"index"}
 
 
 def test_the_first_page_has_the_comparison_of_the_readme(site):
@@ -185,6 +187,25 @@ def test_a_reader_chooses_light_or_dark_and_it_stays(address, browser):
     assert browser.evaluate(paper) == dark
     browser.evaluate("document.getElementById('theme').click()")
     assert browser.evaluate(paper) == light
+
+
+def test_the_button_copies_commands_alone_and_a_selection_is_as_it_stands(address, browser):
+    browser.open(f"{address}REDIS/", width=PHONE)
+    copied = browser.evaluate(
+        """new Promise(resolve => {
+            navigator.clipboard.writeText = resolve;
+            document.querySelector(".language-columns .copy").click();
+        })"""
+    )
+    assert copied == "lmtier serve --tier 'cpu://?capacity=64MiB' --tier 'redis://127.0.0.1/0?ttl=7d'"
+    selected = browser.evaluate(
+        """(() => {
+            getSelection().selectAllChildren(document.querySelector(".language-columns code"));
+            return getSelection().toString();
+        })()"""
+    )
+    page = (DOCS / "REDIS.md").read_text()
+    assert textwrap.indent(selected.rstrip(), "    ") in page
 
 
 def test_a_page_opens_at_its_top_and_the_menu_where_it_is(address, browser):
