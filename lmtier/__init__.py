@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from lmtier.copy.mover import Mover
     from lmtier.copy.paging import PagedKV
     from lmtier.core.cache import Cache
-    from lmtier.core.grant import Grant
-    from lmtier.core.match import Match
+    from lmtier.core.grant import Grant, Match
     from lmtier.errors import ConfigError, LayoutError, LMTierError, MisuseError, TierError
     from lmtier.format.keys import Extra, Identity, KeyChain, weights_digest
     from lmtier.format.layout import LayerShape, Layout, Name, Shard
@@ -54,8 +53,7 @@ _WHERE = {
     "copy.mover": ("Mover",),
     "copy.paging": ("PagedKV",),
     "core.cache": ("Cache",),
-    "core.grant": ("Grant",),
-    "core.match": ("Match",),
+    "core.grant": ("Grant", "Match"),
     "errors": ("ConfigError", "LMTierError", "LayoutError", "MisuseError", "TierError"),
     "format.keys": ("Extra", "Identity", "KeyChain", "weights_digest"),
     "format.layout": ("LayerShape", "Layout", "Name", "Shard"),

@@ -23,7 +23,7 @@ from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.copy.copy_threads import CopyThreads
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match
+from lmtier.core.grant import Match
 from lmtier.format.keys import Identity, KeyChain, seed
 from lmtier.format.layout import PAGE, ChunkForm, form_of, stored_size
 from lmtier_bench import Samples, Scale
@@ -163,7 +163,7 @@ class ChunkSets:
         assert matches[0].sources == ["disk"] * self._chunks, (
             f"{matches[0]!r} came from {matches[0].sources}, {matches[0].cut_reason}"
         )
-        self.extents = self._extents(matches[0].placement.offsets)
+        self.extents = self._extents(matches[0].grant.placement.offsets)
         cache.release(matches[0])
         return took
 

@@ -198,7 +198,7 @@ class Rig:
 
     def load(self, prompt: KeyChain, ids: list[int], *, by_layer: bool = False) -> Callable[[], None]:
         match = self.mover.match(prompt)
-        assert len(match.run) == self.chunks, "the prompt was not there"
+        assert match.chunks == self.chunks, "the prompt was not there"
         self.mover.layerwise = by_layer
 
         def enqueue() -> None:

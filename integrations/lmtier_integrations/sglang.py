@@ -44,7 +44,7 @@ from sglang.srt.runtime_context import get_context
 
 from lmtier.client.client import Client
 from lmtier.config import TOKEN_VARIABLE, suggest
-from lmtier.core.match import Match
+from lmtier.core.grant import Match
 from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.format.keys import KEY_BYTES, PREFIX_BYTES, Identity, namespace, seed
 from lmtier.format.layout import LayerShape, Layout, form_of
@@ -364,9 +364,9 @@ class LMTierHiCache(HiCacheStorage):
             while loaded < len(keys):  # in several rounds, because the slab may be smaller than the batch
                 with _matched(client, pool, page_keys[loaded:]) as match:
                     client.wait(match)
-                    ready = match.run if match.is_ready else []
-                    for entry, page in zip(ready, pages[loaded:], strict=False):
-                        _copy(client, entry.offsets[0], page, is_load=True)
+                    ready = match.grant.placement.offsets if match.is_ready else []
+                    for offsets, page in zip(ready, pages[loaded:], strict=False):
+                        _copy(client, offsets[0], page, is_load=True)
                 if not ready:
                     break
                 loaded += len(ready)

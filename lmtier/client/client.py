@@ -25,9 +25,7 @@ from lmtier import forks
 from lmtier.client.link import Argument, Link, MappedSlab, PendingReply
 from lmtier.client.remote import RemoteServer
 from lmtier.config import Config
-from lmtier.core.grant import Grant
-from lmtier.core.match import Entry, EntryState, Match, unplaced
-from lmtier.core.placement import Placement
+from lmtier.core.grant import Grant, Match
 from lmtier.errors import MisuseError, log
 from lmtier.format.keys import Identity, as_tokens
 from lmtier.format.layout import ChunkForm, Shard
@@ -42,6 +40,7 @@ from lmtier.wire.verbs import (
     MAX_KEYS,
     MAX_MS,
     RUN_SHIFT,
+    RemoteMatch,
     pack_keys,
     read_changes,
     read_fields,
@@ -51,7 +50,6 @@ from lmtier.wire.verbs import (
 
 _NEWS = 0.05  # a cost that has changed by this part is sent again
 _TOKENS_AN_ARGUMENT = 131_072
-_LOST = "tier_down"
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +88,7 @@ class Client:
         hello = [word for pair in options.items() if pair[1] for word in pair]
         self._server = RemoteServer(address, hello, token, timeout)
         self._waits = waits
-        self._unready: list[Match] = []
+        self._unready: list[RemoteMatch] = []
         """Matches of which something is still to come, and some that have ended since."""
         self._withdrawn = float("-inf")
         """When a reservation was given up last, before its reply had come."""
@@ -158,7 +156,7 @@ class Client:
         session: str = "",
         parent: str = "",
         source: str = "",
-    ) -> Match:
+    ) -> RemoteMatch:
         """As Cache.match; empty if no server answers, and with `state_form` also if it knows no states."""
         names = tuple(keys)
         key_tokens = len(names) * self.chunk_tokens
@@ -166,7 +164,7 @@ class Client:
         if asked < key_tokens:
             raise MisuseError(f"tokens={asked} is less than the {key_tokens} tokens of these keys")
         seconds = self.config.load_deadline if deadline is None else deadline
-        match = Match(0, names, form, asked, time.monotonic() + seconds, state_form)
+        match = RemoteMatch(names, time.monotonic() + seconds, state_form, grant=Grant.of_nothing(form))
         link, number = self._server.number_of(form)
         forms: Argument = number
         if link is not None and state_form is not None:
@@ -185,20 +183,15 @@ class Client:
                 self._server.post("LMTIER.MISSED", forms, asked, *words, *pack_keys(names))
                 return match
             request: list[Argument] = ["LMTIER.MATCH", forms, asked, milliseconds, *words, *pack_keys(names)]
-            entries: list[Entry] = []
-
-            def meanwhile() -> None:  # prepare the entries of a hit while the server looks it up
-                entries.extend(unplaced(names, form, EntryState.READY))
-
-            reply = self._server.call(*request, link=link, undo=self._server.unmatch, meanwhile=meanwhile)
-            if self._update_match(match, reply, entries):
-                self._hold(match)
+            self._begin(match, *request, link=link)
         return match
 
-    def _hold(self, match: Match) -> None:
-        self._server.held[match.id] = set()
-        if not match.is_ready:
-            self._unready.append(match)
+    def _begin(self, match: RemoteMatch, *request: Argument, link: Link) -> None:
+        self._update(match, self._server.call(*request, link=link, undo=self._server.unmatch))
+        if match.grant.id:
+            self._server.held[match.grant.id] = set()
+            if not match.is_ready:
+                self._unready.append(match)
 
     def costs(self, cost: Cost) -> None:
         """Set the cost of computing for this engine's matches from now on. Never waits or connects."""
@@ -210,47 +203,40 @@ class Client:
             link.cost = cost
             self._server.post("LMTIER.COST", *map(repr, cost))
 
-    def prefetch(self, match: Match, chunks: int | None = None, *, has: int = 0) -> None:
+    def prefetch(self, held: Match, chunks: int | None = None, *, has: int = 0) -> None:
         """As Cache.prefetch."""
-        if match.released:
-            raise MisuseError("prefetch of a match that was released")
-        if match.id and (not match.is_ready or (chunks is not None and chunks < match.chunks)):
+        match = _need_own(held, "prefetch")
+        if match.grant.id and (not match.is_ready or (chunks is not None and chunks < match.chunks)):
             limit = () if chunks is None else (chunks,)
             knows_has = "HAS" in self._server.link.options
             has_option: tuple[Argument, ...] = ("HAS", has) if has and knows_has else ()
-            reply = self._call_for(match, "LMTIER.PREFETCH", match.id, *limit, *has_option)
-            if not self._update_match(match, reply):
-                _keep_complete_chunks(match, *limit)
+            self._update(match, self._call_for(match, "LMTIER.PREFETCH", *limit, *has_option), *limit)
 
-    def wait(self, match: Match) -> Match:
+    def wait(self, held: Match) -> RemoteMatch:
         """As Cache.wait: until the match is ready, or its deadline has passed."""
-        if match.released:
-            raise MisuseError("wait for a match that was released")
+        match = _need_own(held, "wait")
         if not match.is_ready:
             seconds = max(0.0, match.deadline - time.monotonic())
-            if not self._update_match(match, self._call_for(match, "LMTIER.WAIT", match.id, seconds=seconds)):
-                _keep_complete_chunks(match)
+            self._update(match, self._call_for(match, "LMTIER.WAIT", seconds=seconds))
         return match
 
     def step(self) -> int:
-        """Update the matches that are not ready. Returns how many have changed."""
+        """Update the matches that are not ready. Returns how many have become so."""
         held = self._server.held
-        unready = self._unready = [each for each in self._unready if each.id in held and not each.is_ready]
-        progress_before = [_progress_of(match) for match in unready]
-        replies = self._server.call_all([("LMTIER.POLL", match.id) for match in unready])
+        unready = [each for each in self._unready if each.grant.id in held and not each.is_ready]
+        replies = self._server.call_all([("LMTIER.POLL", match.grant.id) for match in unready])
         for match, reply in zip(unready, replies, strict=True):
-            if not self._update_match(match, reply):
-                _keep_complete_chunks(match)
-        return sum(old != _progress_of(match) for old, match in zip(progress_before, unready, strict=True))
+            self._update(match, reply)
+        self._unready = [each for each in unready if not each.is_ready]
+        return len(unready) - len(self._unready)
 
     def release(self, match: Match) -> None:
         """End the match's leases. Idempotent; does not wait for the server."""
         if match.released:
             return
         match.released = True
-        match.run = []
-        if self._server.held.pop(match.id, None) is not None:
-            self._server.end("LMTIER.RELEASE", match.id)
+        if self._server.held.pop(match.grant.id, None) is not None:
+            self._server.end("LMTIER.RELEASE", match.grant.id)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """As Cache.seen; does not wait for the server."""
@@ -273,13 +259,13 @@ class Client:
             self._server.post("LMTIER.TELL", origin_json, parent, b"".join(batch_keys), token_bytes)
             parent = batch_keys[-1]
 
-    def trace(self, held: Match | Grant, headers: Mapping[str, str] | None) -> None:
-        """Send the trace of `held`, from the request's W3C headers, if the server traces. Does not wait."""
+    def trace(self, grant: Grant, headers: Mapping[str, str] | None) -> None:
+        """Send the trace of `grant`, from the request's W3C headers, if the server traces. Does not wait."""
         if not headers or not self._server.link.traces or "traceparent" not in headers:
             return
-        if held.id in self._server.held:
+        if grant.id in self._server.held:
             parts = [headers[name] for name in ("traceparent", "tracestate") if name in headers]
-            self._server.post("LMTIER.TRACE", held.id, *parts)
+            self._server.post("LMTIER.TRACE", grant.id, *parts)
 
     # ---- save
 
@@ -315,8 +301,7 @@ class Client:
             )
         if grant is None:
             skipped = min(asked.first, len(asked.keys))
-            nothing = Placement(asked.form, (), ())
-            return Grant(0, (), nothing, None, skipped, len(asked.keys) - skipped)
+            return Grant.of_nothing(asked.form, skipped, len(asked.keys) - skipped)
         if grant.chunks:
             self._server.held[grant.id] = set(grant.form.shards)
         return grant
@@ -414,16 +399,13 @@ class Client:
 
     # ---- lifetimes
 
-    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float) -> Match:
+    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float) -> RemoteMatch:
         """As Cache.bring, prefetched."""
-        match = Match(0, tuple(keys), form, 0, time.monotonic() + deadline)
+        match = RemoteMatch(tuple(keys), time.monotonic() + deadline, grant=Grant.of_nothing(form))
         link, number = self._server.number_of(form)
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, deadline), MAX_MS / 1000))
-            request: list[Argument] = [number, milliseconds, *pack_keys(match.keys)]
-            reply = self._server.call("LMTIER.BRING", *request, link=link, undo=self._server.unmatch)
-            if self._update_match(match, reply):
-                self._hold(match)
+            self._begin(match, "LMTIER.BRING", number, milliseconds, *pack_keys(match.keys), link=link)
         return match
 
     def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
@@ -553,15 +535,16 @@ class Client:
         if isinstance(reply, Error):
             log.warning("lmtier: the server at %s refused the end of a save: %s", self._server.address, reply)
 
-    def _call_for(self, match: Match, *request: Argument, seconds: float = 0.0) -> Any:
+    def _call_for(self, match: RemoteMatch, verb: str, *request: Argument, seconds: float = 0.0) -> Any:
         """A call about a match. Only the server that made it knows it."""
-        return self._server.call(*request, seconds=seconds) if match.id in self._server.held else None
+        is_held = match.grant.id in self._server.held
+        return self._server.call(verb, match.grant.id, *request, seconds=seconds) if is_held else None
 
-    def _update_match(self, match: Match, reply: Any, entries: list[Entry] | None = None) -> bool:
-        """Update a match from the server's reply. False: the reply does not contain it."""
-        if not isinstance(reply, list):
-            return False
-        return self._server.parse_reply(lambda: read_match(match, read_fields(reply), entries)) is not None
+    def _update(self, match: RemoteMatch, reply: Any, limit: int = MAX_KEYS) -> None:
+        """Update a match from the server's reply. Without one, only its first `limit` chunks may stay."""
+        parse = self._server.parse_reply
+        if not isinstance(reply, list) or parse(lambda: read_match(match, read_fields(reply))) is None:
+            match.lose_server(limit)
 
 
 def _words(options: Sequence[str], session: str, parent: str, source: str) -> list[Argument]:
@@ -581,21 +564,7 @@ def _lifetime(ttl: float | None) -> tuple[Argument, ...]:
     return () if ttl is None else ("TTL", max(1, int(seconds_of(ttl) * 1000)))
 
 
-def _progress_of(match: Match) -> tuple[object, ...]:
-    end = () if match.state_match is None else _progress_of(match.state_match)
-    return match.chunks, len(match.run), match.pending_loads, match.pending_lookups, match.cut_reason, end
-
-
-def _keep_complete_chunks(match: Match, limit: int | None = None) -> None:
-    """Keep the complete chunks, at most the first `limit`. The rest will not be loaded."""
-    complete = [entry.state is EntryState.READY for entry in match.run[:limit]]
-    chunks = complete.index(False) if False in complete else len(complete)
-    if match.state_form is not None and (
-        chunks < match.chunks or match.state_match is None or not match.state_match.is_ready
-    ):
-        chunks, match.state_match = 0, None
-    if chunks < match.chunks and not match.cut_reason:
-        match.cut_reason, match.found = _LOST, match.chunks
-    del match.run[chunks:]
-    del match.sources[chunks:]
-    match.pending_loads = match.pending_lookups = 0
+def _need_own(match: Match, call: str) -> RemoteMatch:
+    if match.released or not isinstance(match, RemoteMatch):
+        raise MisuseError(f"{call} of a match that was released, or that a cache in this process made")
+    return match

@@ -140,7 +140,6 @@ class RemoteServer:
         *request: Argument,
         link: Link | None = None,
         undo: ReplyCallback = ignore,
-        meanwhile: Callable[[], None] | None = None,
         seconds: float = 0.0,
         errors: bool = False,
     ) -> Any:
@@ -153,8 +152,6 @@ class RemoteServer:
             return None
         answer = PendingReply(undo)
         self.post(*request, then=answer)
-        if meanwhile is not None:
-            meanwhile()
         return self.wait_for_reply(link, answer, request[0], seconds, errors)
 
     def wait_for_reply(

@@ -17,8 +17,7 @@ import numpy as np
 
 from lmtier.copy.blocks import ABSENT, ChunkBlocks
 from lmtier.copy.store import Store
-from lmtier.core.grant import Grant
-from lmtier.core.match import Match
+from lmtier.core.grant import Grant, Match
 from lmtier.errors import CanaryError, LayoutError, MisuseError, log
 from lmtier.format.keys import Extra, Identity, KeyChain, check_skip, seed
 from lmtier.format.layout import ChunkForm, Layout, Shard, cover, form_of, padded

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from lmtier.config import Config
-from lmtier.core.grant import Grant
-from lmtier.core.match import Match
+from lmtier.core.grant import Grant, Match
 from lmtier.format.layout import ChunkForm, Shard
 
 

@@ -11,20 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from lmtier import forks
 from lmtier.config import Config, TierSpec
 from lmtier.core import memory_limits
 from lmtier.core.cache_metrics import CacheMetrics, bounded_tiers
 from lmtier.core.forgetting import ForgottenTenants
-from lmtier.core.grant import Grant
+from lmtier.core.grant import Grant, Match
 from lmtier.core.handover import Handover
 from lmtier.core.hinting import Hinting
 from lmtier.core.index import Index, no_record
 from lmtier.core.load_decider import LoadDecider
 from lmtier.core.lower import CacheContext, LowerTier
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, EntryState, Match, check_chain
+from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, EntryState, Lookup, check_chain
 from lmtier.core.matches import Matches
 from lmtier.core.memory import MemoryPlace
 from lmtier.core.owned import OwnedTier
@@ -53,6 +54,8 @@ _WAITING_SHARE = 15 / 16
 _WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
 _COMING_DOWN = 0.004  # seconds of a step for evictions because a capacity became smaller
 _CLEARED_AT_ONCE = 1024  # chunks
+
+M = TypeVar("M", bound=Match)
 
 
 class Cache:
@@ -199,7 +202,7 @@ class Cache:
         session: str = "",
         parent: str = "",
         source: str = "",
-    ) -> Match:
+    ) -> Lookup:
         """Find the longest stored prefix of `keys` that a reader of `form` can use.
 
         Leases its part in the slab. With `state_form`, the prefix ends at a state of that form, leased too.
@@ -231,7 +234,7 @@ class Cache:
             self.metrics.looked_up(time.monotonic() - began)
         return match
 
-    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float, source: str = "") -> Match:
+    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float, source: str = "") -> Lookup:
         """Like `match`, but before any request: it is not counted, and costs are ignored."""
         self._need_open()
         match = self._matches.begin(check_chain(keys), form, 0, time.monotonic() + deadline, source=source)
@@ -374,7 +377,7 @@ class Cache:
             for tier in self.lower.written_ahead:
                 tier.on_evicting(entries)
 
-    def wait(self, match: Match) -> Match:
+    def wait(self, match: M) -> M:
         """For owners without a loop: prefetch, then step until the match is ready or its deadline passes."""
         while match.pending_lookups:
             self._wait(match.deadline)
@@ -593,7 +596,7 @@ class Cache:
             return "chunks of a tenant that was forgotten are still in use"
         return next((why for tier in self.lower if (why := tier.why_busy())), "")
 
-    def restore(self, match: Match) -> None:
+    def restore(self, match: Lookup) -> None:
         """An engine holds it since a time when another process owned the slab."""
         self._matches.restore(match)
 

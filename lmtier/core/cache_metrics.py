@@ -8,7 +8,7 @@ from functools import partial
 from lmtier.core.index import Index
 from lmtier.core.lower import count_shares
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CPU, Entry, EntryState, Match
+from lmtier.core.match import CPU, Entry, EntryState, Lookup
 from lmtier.format.keys import is_state
 from lmtier.format.layout import ChunkForm
 from lmtier.observe.metrics import Metrics
@@ -73,7 +73,7 @@ class CacheMetrics:
         self._evicted.inc(len(entries) - unwritten_count)
         self._evicted_unwritten.inc(unwritten_count)
 
-    def count_lookup(self, match: Match) -> dict[str, int] | None:
+    def count_lookup(self, match: Lookup) -> dict[str, int] | None:
         """Count a lookup: each token was hit in one tier or missed for one reason. Returns these numbers.
 
         None: no request made the lookup, or it was for a record.

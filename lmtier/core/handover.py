@@ -18,7 +18,7 @@ import numpy as np
 
 from lmtier.core.grant import Grant
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, EntryState, Match, placement_of
+from lmtier.core.match import Entry, EntryState, Lookup, placement_of
 from lmtier.core.owned import OwnedTier
 from lmtier.core.placement import keys_of, read_form, write_form
 from lmtier.format.handover_file import HandoverFile, HandoverFileError
@@ -71,7 +71,7 @@ class HandoverWriter:
         self._entries: list[Entry] = []
         self._cache = cache
 
-    def write_cache(self, matches: Sequence[Match], saves: Sequence[Grant]) -> None:
+    def write_cache(self, matches: Sequence[Lookup], saves: Sequence[Grant]) -> None:
         """Tell the slab, and what of it engines hold. Chunks that none of `saves` fills are left out."""
         index, open_ones = self._cache.index, self._cache.reservations.open
         filling = dict.fromkeys(each for grant in saves for each in open_ones[grant.id].entries.values())
@@ -126,7 +126,7 @@ class HandoverWriter:
         details = {"makers": list(makers), "prints": list(prints.items()), "pinned": pinned}
         self.file.facts[prefix + "others"] = details
 
-    def match(self, match: Match) -> dict[str, Any]:
+    def match(self, match: Lookup) -> dict[str, Any]:
         if match.pending_lookups or match.pending_loads:
             raise HandoverFileError("a match still waits for a tier")
         record: dict[str, Any] = {name: getattr(match, name) for name in _PLAIN}
@@ -154,7 +154,7 @@ class HandoverWriter:
         }
 
 
-def _entries_of(match: Match) -> list[Entry]:
+def _entries_of(match: Lookup) -> list[Entry]:
     return match.run if match.state_match is None else [*match.run, *match.state_match.run]
 
 
@@ -267,11 +267,11 @@ class Handover:
             entries[number][0].marks = tuple(map(bytes.fromhex, marks))
         return entries
 
-    def match(self, dumped: Mapping[str, Any], cache: Cache) -> Match:
+    def match(self, dumped: Mapping[str, Any], cache: Cache) -> Lookup:
         """A match that an engine holds: its leases go on."""
         run = [self._entries[number] for number in dumped["run"]]
         state_form = None if dumped["ends"] is None else self.forms[dumped["ends"]]
-        match = Match(0, _keys(dumped["keys"]), self.forms[dumped["form"]], 0, 0.0, state_form, run=run)
+        match = Lookup(_keys(dumped["keys"]), 0.0, state_form, id=0, form=self.forms[dumped["form"]], run=run)
         for name in _PLAIN:
             setattr(match, name, dumped[name])
         match.cost = None if dumped["cost"] is None else Cost(*dumped["cost"])

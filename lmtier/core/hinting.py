@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lmtier.core.match import EntryState, Match
+from lmtier.core.match import EntryState, Lookup
 from lmtier.errors import MisuseError
 from lmtier.format.keys import is_value, tenant_of
 from lmtier.rules import hints
@@ -30,7 +30,7 @@ class Hinting:
         self._cache = cache
         self._clock = clock
         self._remembered = DoneActions()
-        self._bringing: list[Match] = []
+        self._bringing: list[Lookup] = []
         """What prefetches load. They lease it until it is in the slab."""
 
     def execute(self, actions: Sequence[Action], tenant: bytes, session: str = "") -> list[ActionResult]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lmtier.core.lower import LowerTier
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import Entry, Match
+from lmtier.core.match import Entry, Lookup
 from lmtier.format.layout import ChunkForm, padded
 from lmtier.format.objects import anonymous
 from lmtier.observe.metrics import Metrics
@@ -41,21 +41,21 @@ class LoadDecider:
         self._skipped: dict[LowerTier, _Skipped] = {}
         """The latest skipped chunks of each tier."""
 
-    def begin(self, match: Match, cost: Cost, began: float) -> None:
+    def begin(self, match: Lookup, cost: Cost, began: float) -> None:
         """Limit the wait of a match by `cost`, the time that computing would take."""
         if not self._is_always:
             match.cost = cost
             match.patience = PATIENCE * cost.prefill(0, len(match.keys) * self._chunk_tokens)
             match.deadline = min(match.limit, began + match.patience)
 
-    def arrived_chunks(self, match: Match) -> int:
+    def arrived_chunks(self, match: Lookup) -> int:
         """The number of its leading chunks that are in the slab, whole.
 
         A reply may have said so. Then the engine reads them, also if they were deleted since.
         """
         return next((n for n, entry in enumerate(match.run) if entry in self.loading_tier), len(match.run))
 
-    def weigh(self, match: Match) -> int:
+    def weigh(self, match: Lookup) -> int:
         """How many leading chunks to keep: only those that load sooner than they are computed.
 
         It decides once all tiers have answered. It decides earlier if no outstanding answer could make more
@@ -111,7 +111,7 @@ class LoadDecider:
         match.deadline = min(match.limit, now + match.patience)
         return chunks
 
-    def _skip(self, match: Match, chunks: int) -> None:
+    def _skip(self, match: Lookup, chunks: int) -> None:
         """Remember chunks that are not worth loading, to measure the tier again later."""
         first = max(chunks, len(match.run))
         skipped = match.sources[first:]
@@ -144,7 +144,7 @@ class LoadDecider:
                     tier.load(key, stored_form, payloads, lambda result, end: None)
                     self._metrics.worth_explored.labels(tier.label).inc()
 
-    def settle(self, match: Match) -> None:
+    def settle(self, match: Lookup) -> None:
         """The engine computes the rest now. Compare the expected and the actual time of the load."""
         if match.cost is not None:
             compute_seconds = match.cost.prefill(

@@ -11,10 +11,11 @@ from functools import partial
 from itertools import count
 
 from lmtier.core.cache_metrics import CacheMetrics
+from lmtier.core.grant import Match
 from lmtier.core.load_decider import LoadDecider
 from lmtier.core.lower import LowerTier
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CPU, Entry, EntryState, Match
+from lmtier.core.match import CPU, Entry, EntryState, Lookup
 from lmtier.core.memory import MemoryPlace
 from lmtier.errors import MisuseError
 from lmtier.format.keys import state_key
@@ -40,10 +41,10 @@ class Matches:
         is_forgotten: Callable[[Sequence[bytes]], bool],
     ) -> None:
         """`is_forgotten`: these are of a tenant who was forgotten and has not left yet."""
-        self.open: dict[int, Match] = {}
-        self._pending: dict[Match, None] = {}
+        self.open: dict[int, Lookup] = {}
+        self._pending: dict[Lookup, None] = {}
         """Matches that ask tiers or wait for loads, the first one first, and some that have ended since."""
-        self.waiters: dict[Entry, list[Match]] = {}
+        self.waiters: dict[Entry, list[Lookup]] = {}
         """The matches that wait for each chunk that is being loaded."""
         self.loading = 0
         """Bytes of extents that wait for lower tiers."""
@@ -55,7 +56,7 @@ class Matches:
         self._followers = followers
         self._ids = count(1)
 
-    def restore(self, match: Match) -> None:
+    def restore(self, match: Lookup) -> None:
         """A match of another process goes on here, with its leases. No answers that it waited for come."""
         match.id, match.pending_lookups, match.pending_loads = next(self._ids), 0, 0
         self.open[match.id] = match
@@ -73,10 +74,13 @@ class Matches:
         ends: ChunkForm | None = None,
         agent: Agent | None = None,
         source: str = "",
-    ) -> Match:
+    ) -> Lookup:
         """Begin the match of a request for `tokens` tokens that came at `began`. 0 tokens: no request, or a
         record. `source`: a tier that is only asked by name."""
-        match = Match(next(self._ids), keys, form, tokens, deadline, ends, source, agent=agent)
+        number = next(self._ids)
+        match = Lookup(
+            keys, deadline, ends, id=number, form=form, asked_tokens=tokens, source=source, agent=agent
+        )
         self.open[match.id] = match
         is_weighed = bool(tokens and keys)
         if is_weighed and self.weighing.is_never:
@@ -92,7 +96,7 @@ class Matches:
         self._settle_if_ready(match)
         return match
 
-    def _extend(self, match: Match, end: int) -> None:
+    def _extend(self, match: Lookup, end: int) -> None:
         """Lease the chunks from `run` to `end` that are in the slab now, or are being loaded into it."""
         index, form, run, keys = self._index, match.form, match.run, match.keys
         self._room.expire_among(keys[len(run) : end])
@@ -122,7 +126,7 @@ class Matches:
             self._pending[match] = None
         match.sources.extend([CPU] * (len(run) - len(match.sources)))
 
-    def _find_below(self, match: Match) -> None:
+    def _find_below(self, match: Lookup) -> None:
         """Add the chunks beyond `run` whose place is known, and ask the shared tiers for the rest."""
         keys, form = match.keys, match.form
         known = [tier for tier in self._lower.owned if tier.load_breaker.allows() and len(tier.index)]
@@ -154,7 +158,7 @@ class Matches:
         if match.pending_lookups:
             self._pending[match] = None
 
-    def _answered(self, match: Match, tier: LowerTier, first: int, found: dict[Name, Stat]) -> None:
+    def _answered(self, match: Lookup, tier: LowerTier, first: int, found: dict[Name, Stat]) -> None:
         """A tier has answered which of the keys from `first` on it has."""
         found_end = first
         while found_end < len(match.keys) and _is_found(match.keys[found_end], match.form, found):
@@ -173,7 +177,7 @@ class Matches:
         self._decide(match)
         self._settle_if_ready(match)
 
-    def _decide(self, match: Match) -> None:
+    def _decide(self, match: Lookup) -> None:
         """How much of it to load: what is worth it, and of that, what ends with a state."""
         if match.state_form is not None and match.pending_lookups:
             return
@@ -186,8 +190,8 @@ class Matches:
             self._truncate(match, chunks, "no_state")
         if chunks:
             key = _state_of(match, chunks)
-            state_match = match.state_match = Match(
-                next(self._ids), (key,), match.state_form, 0, match.deadline, prompt_match=match
+            state_match = match.state_match = Lookup(
+                (key,), match.deadline, id=next(self._ids), form=match.state_form, prompt_match=match
             )
             self.open[state_match.id] = state_match
             tier_label = self._place_of_state(match, chunks)
@@ -199,7 +203,7 @@ class Matches:
             self._index.refresh([entry for entry in match.run if entry.state is not EntryState.GONE])
             self._lower.on_request(state_match.keys, state_match.run)
 
-    def _place_of_state(self, match: Match, chunks: int) -> str:
+    def _place_of_state(self, match: Lookup, chunks: int) -> str:
         """A tier that can supply the state after so many chunks; empty: none is known."""
         key, form = _state_of(match, chunks), match.state_form
         assert form is not None
@@ -216,15 +220,19 @@ class Matches:
                 return tier.label
         return match.states.get(chunks, "")
 
-    def _weigh(self, match: Match) -> None:
+    def _weigh(self, match: Lookup) -> None:
         """Cut the match where loading takes longer than computing."""
         chunks = self.weighing.weigh(match)
         if chunks < match.chunks:
             self._truncate(match, chunks, "not_worth_it")
 
-    def prefetch(self, match: Match, chunks: int | None, has: int) -> None:
-        if self.open.get(match.id) is not match:
-            raise MisuseError("prefetch of a match that was released, or that another cache made")
+    def _need_own(self, match: Match, call: str) -> Lookup:
+        if not isinstance(match, Lookup) or self.open.get(match.id) is not match:
+            raise MisuseError(f"{call} of a match that was released, or that another cache made")
+        return match
+
+    def prefetch(self, held: Match, chunks: int | None, has: int) -> None:
+        match = self._need_own(held, "prefetch")
         if match.pending_lookups or has > match.engine_tokens:
             match.pending_lookups = 0  # late answers are not waited for
             match.engine_tokens = min(has, match.asked_tokens)
@@ -240,14 +248,14 @@ class Matches:
             self._load_all(match.state_match)
         self._settle_if_ready(match)
 
-    def _load_all(self, match: Match) -> None:
+    def _load_all(self, match: Lookup) -> None:
         while match.below:
             if self._index.get(match.keys[len(match.run)]) is not None:
                 self._extend(match, match.chunks)  # it came into the slab meanwhile, for another request
             if match.below:
                 self._fetch(match)
 
-    def _fetch(self, match: Match) -> None:
+    def _fetch(self, match: Lookup) -> None:
         """Start loading the chunk that follows `run` into a new entry, or end the match here."""
         chunk = len(match.run)
         key, tier = match.keys[chunk], self._lower.named.get(match.sources[chunk])
@@ -334,16 +342,15 @@ class Matches:
         entry.provenance = ordered_headers[0].provenance
         return ""
 
-    def release(self, match: Match) -> None:
-        if match.released:
+    def release(self, held: Match) -> None:
+        if held.released:
             return
-        if self.open.get(match.id) is not match:
-            raise MisuseError("release of a match that another cache made")
+        match = self._need_own(held, "release")
         was_ready, match.released = match.is_ready, True
         del self.open[match.id]
         if not match.settled:
             if not was_ready:
-                self._truncate(match, match.complete, "cancelled")
+                self._truncate(match, self.weighing.arrived_chunks(match), "cancelled")
             self._settle(match)
         if match.state_match is not None:
             self._drop_end(match)
@@ -351,7 +358,7 @@ class Matches:
             self._room.release(*match.run)
             match.run = []
 
-    def _truncate(self, match: Match, chunks: int, reason: str) -> None:
+    def _truncate(self, match: Lookup, chunks: int, reason: str) -> None:
         """Keep the first `chunks` of the match; end the leases of the rest. One that has an end has to keep
         it, or keeps nothing."""
         if match.prompt_match is not None:
@@ -364,14 +371,14 @@ class Matches:
             match.cut_reason, match.found = reason, match.chunks
         self._let_go(match, chunks)
 
-    def _drop_end(self, match: Match) -> None:
+    def _drop_end(self, match: Lookup) -> None:
         state_match, match.state_match = match.state_match, None
         assert state_match is not None
         self._let_go(state_match, 0)
         state_match.released = True
         del self.open[state_match.id]
 
-    def _let_go(self, match: Match, chunks: int) -> None:
+    def _let_go(self, match: Lookup, chunks: int) -> None:
         for entry in match.run[chunks:]:
             waiters = self.waiters.get(entry, [])
             if match in waiters:
@@ -402,12 +409,12 @@ class Matches:
                 self._truncate(match, self.weighing.arrived_chunks(match), "deadline")
             self._settle_if_ready(match)
 
-    def _settle_if_ready(self, match: Match) -> None:
+    def _settle_if_ready(self, match: Lookup) -> None:
         match = match.prompt_match or match
         if match.is_ready and not match.settled:
             self._settle(match)
 
-    def _settle(self, match: Match) -> None:
+    def _settle(self, match: Lookup) -> None:
         match.settled = True
         missed_tokens = self._gauges.count_lookup(match)
         if missed_tokens is None:
@@ -429,7 +436,7 @@ class Matches:
             assert len(match.run) <= match.chunks, f"{match!r} lost count"
 
 
-def _state_of(match: Match, chunks: int) -> bytes:
+def _state_of(match: Lookup, chunks: int) -> bytes:
     """The key of the state after so many chunks."""
     assert match.state_form is not None
     assert match.state_form.layout is not None

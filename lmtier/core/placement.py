@@ -36,6 +36,11 @@ class Placement:
         """The form of each chunk."""
         return [*map(self.form_of, range(len(self.keys)))]
 
+    def leading(self, count: int) -> Placement:
+        marks = {chunk: marks for chunk, marks in self.marks.items() if chunk < count}
+        other_forms = {chunk: form for chunk, form in self.other_forms.items() if chunk < count}
+        return Placement(self.form, self.keys[:count], self.offsets[:count], marks, other_forms)
+
     def fields(self) -> dict[str, Any]:
         """The placement as a few fields that are cheap to write and to read, without `form` and `keys`."""
         offsets = [*chain.from_iterable(self.offsets)]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from lmtier.format.keys import NAMESPACE_BYTES, PREFIX_BYTES
-from lmtier.observe.follower import CacheObserver, Lookup
+from lmtier.observe.follower import CacheObserver, SettledLookup
 from lmtier.observe.metrics import Metrics
 
 MOST = 64
@@ -28,7 +28,7 @@ class Breakdown(CacheObserver):
         self._seen: list[tuple[bytes, int, int]] = []
         self._models: dict[bytes, str] = {}
 
-    def settled(self, lookup: Lookup, missed: dict[str, int]) -> None:
+    def settled(self, lookup: SettledLookup, missed: dict[str, int]) -> None:
         """On the path of a lookup it only notes; `stepped` counts."""
         keys = lookup.keys
         if keys:

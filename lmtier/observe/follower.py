@@ -8,7 +8,7 @@ from typing import Protocol
 from lmtier.format.layout import ChunkForm
 
 
-class Lookup(Protocol):
+class SettledLookup(Protocol):
     """The part of a match that followers read."""
 
     keys: tuple[bytes, ...]
@@ -28,7 +28,7 @@ class CacheObserver:
     def asked(self, keys: Sequence[bytes], tokens: int, form: ChunkForm) -> None:
         """A request asked for `tokens` tokens. `keys` are those of its whole chunks."""
 
-    def settled(self, lookup: Lookup, missed: dict[str, int]) -> None:
+    def settled(self, lookup: SettledLookup, missed: dict[str, int]) -> None:
         """The result of a lookup is known.
 
         `missed`: tokens by reason; the reason of the first token is first.
@@ -58,7 +58,7 @@ class CacheObservers:
 
     def __init__(self) -> None:
         self.asked: tuple[Callable[[Sequence[bytes], int, ChunkForm], None], ...] = ()
-        self.settled: tuple[Callable[[Lookup, dict[str, int]], None], ...] = ()
+        self.settled: tuple[Callable[[SettledLookup, dict[str, int]], None], ...] = ()
         self.used: tuple[Callable[[Sequence[bytes]], None], ...] = ()
         self.changed: tuple[Callable[[str, bool, Collection[bytes], str], None], ...] = ()
         self.changed_elsewhere: tuple[Callable[[str, bool, Collection[bytes]], None], ...] = ()

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias, TypedDict
 
 from lmtier.core.cache import Cache
 from lmtier.core.match import DIFFERED, EVICTED, EntryState
-from lmtier.observe.follower import CacheObserver, Lookup
+from lmtier.observe.follower import CacheObserver, SettledLookup
 from lmtier.observe.journal import LENGTH, Journal, Record
 from lmtier.observe.metrics import DROP_REASONS, MISS_REASONS
 from lmtier.observe.prompts import PromptChunk, Prompts
@@ -61,13 +61,13 @@ class Explanation(TypedDict):
     """The tokens at this place in the nearest prompt."""
 
 
-_Noted: TypeAlias = "tuple[float, Lookup, dict[str, int], int]"
+_Noted: TypeAlias = "tuple[float, SettledLookup, dict[str, int], int]"
 """A `_Lookup` as a bare tuple, which is made in half the time. It is converted when a user asks."""
 
 
 class _Lookup(NamedTuple):
     at: float
-    match: Lookup
+    match: SettledLookup
     missed: dict[str, int]
     chunks: int
     """The number of found chunks."""
@@ -111,7 +111,7 @@ class Explain(CacheObserver):
     def forgotten(self, tenants: Collection[bytes]) -> None:
         self.prompts.forget(tenants)
 
-    def settled(self, lookup: Lookup, missed: dict[str, int]) -> None:
+    def settled(self, lookup: SettledLookup, missed: dict[str, int]) -> None:
         lookups = self._lookups
         lookups.append((self._clock(), lookup, missed, len(lookup.sources)))
         self._keys = keys = self._keys + len(lookup.keys)

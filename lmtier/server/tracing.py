@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtier._version import __version__
 from lmtier.core.grant import Grant
-from lmtier.core.match import CPU, Match
+from lmtier.core.match import CPU, Lookup
 from lmtier.errors import log
 from lmtier.threads import start_thread
 
@@ -102,23 +102,23 @@ class Tracing:
 
     # ---- a match
 
-    def matched(self, number: int, began: int, match: Match, engine: str) -> None:
+    def matched(self, number: int, began: int, match: Lookup, engine: str) -> None:
         self._open[number] = _Times(engine, began, time.time_ns())
         self.reply_sent(number, match)
 
-    def wanted(self, number: int, match: Match) -> None:
+    def wanted(self, number: int, match: Lookup) -> None:
         """The engine wants the found chunks loaded."""
         times = self._open.get(number)
         if times is not None and not times.wanted:
             times.wanted, times.below = time.time_ns(), match.chunks - len(match.run)
 
-    def reply_sent(self, number: int, match: Match) -> None:
+    def reply_sent(self, number: int, match: Lookup) -> None:
         """The engine gets the state of its match."""
         times = self._open.get(number)
         if times is not None and match.is_ready and not times.arrived:
             times.arrived = time.time_ns()
 
-    def released(self, number: int, match: Match) -> None:
+    def released(self, number: int, match: Lookup) -> None:
         """Call it before the match is released."""
         times = self._open.pop(number, None)
         if times is None:

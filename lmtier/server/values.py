@@ -24,7 +24,7 @@ import numpy as np
 
 from lmtier.core.cache import Cache
 from lmtier.core.grant import Grant
-from lmtier.core.match import EntryState, Match
+from lmtier.core.match import EntryState, Lookup
 from lmtier.errors import MisuseError
 from lmtier.format.keys import KEY_BYTES, VALUES, value_key
 from lmtier.format.layout import ChunkForm, LayerShape, Layout, Shard, form_of
@@ -79,7 +79,7 @@ class Value:
 
     info: ValueInfo
     view: memoryview
-    match: Match
+    match: Lookup
 
 
 @dataclass(eq=False, slots=True)
@@ -213,7 +213,7 @@ class Values:
             cache.release(match)
         return value
 
-    def _value(self, match: Match, name: bytes) -> Value | None:
+    def _value(self, match: Lookup, name: bytes) -> Value | None:
         if not match.run:
             return None
         (entry,) = match.run

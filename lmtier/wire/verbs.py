@@ -1,13 +1,14 @@
-"""The limits and texts of the LMTIER.* verbs that client and server share. See docs/PROTOCOL.md."""
+"""What client and server share of the LMTIER.* verbs: limits, texts, a match. See docs/PROTOCOL.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lmtier.core.grant import Grant
-from lmtier.core.match import Entry, EntryState, Match, entries_from_placement
+from lmtier.core.grant import Grant, Match
+from lmtier.core.match import Lookup
 from lmtier.core.placement import Placement, keys_of, read_ranges, read_runs, write_ranges, write_runs
 from lmtier.format.keys import state_key
 from lmtier.format.layout import ChunkForm
@@ -39,18 +40,39 @@ def read_fields(reply: Any) -> dict[str, Any]:
     return {name.decode(): value for name, value in zip(names, names, strict=True)}
 
 
-def write_match(number: int, match: Match) -> dict[str, Any]:
+@dataclass(eq=False, slots=True, kw_only=True, repr=False)
+class RemoteMatch(Match):
+    """A match of a server, as its last reply describes it."""
+
+    grant: Grant
+    loading: tuple[int, ...] = ()
+    is_ready: bool = True
+
+    @property
+    def needs_prefetch(self) -> bool:
+        """Whether a part of it is in lower tiers, and no prefetch has asked for it yet."""
+        lacks_state = self.state_form is not None and self.chunks > 0 and self.grant.state is None
+        return not self.pending_lookups and (lacks_state or self.chunks > len(self.grant.chunks))
+
+    def lose_server(self, limit: int) -> None:
+        """Nothing more comes: keep what is complete of the first `limit` chunks. With a state it is all or
+        nothing."""
+        complete = min((*self.loading[:1], len(self.grant.chunks), limit)) if self.state_form is None else 0
+        if complete < self.chunks and not self.cut_reason:
+            self.cut_reason, self.found = "tier_down", self.chunks
+        self.grant, self.sources = self.grant.leading(complete), self.sources[:complete]
+        self.loading, self.pending_lookups, self.is_ready = (), 0, True
+
+
+def write_match(number: int, match: Lookup) -> dict[str, Any]:
     reply: dict[str, Any] = {
         "id": number,
-        "state": "asking" if match.pending_lookups else "ready" if match.is_ready else "found",
+        "state": match.progress,
         "sources": write_runs(match.sources),
-        **match.placement.fields(),
+        **match.grant.placement.fields(),
     }
-    if match.pending_loads:
-        # A chunk that was deleted while it was loading is GONE, but the tier still writes to its room.
-        reply["loading"] = write_ranges(
-            chunk for chunk, entry in enumerate(match.run) if entry.state is not EntryState.READY
-        )
+    if loading := match.loading:
+        reply["loading"] = write_ranges(loading)
     if match.cut_reason:
         reply["cut"] = match.cut_reason
         reply["found"] = match.found
@@ -59,28 +81,19 @@ def write_match(number: int, match: Match) -> dict[str, Any]:
     return reply
 
 
-def read_match(match: Match, fields: dict[str, Any], made: list[Entry] | None = None) -> Match:
-    """The inverse, into `match`. `made`: entries of its first chunks, if they are made already."""
-    placement = Placement.of(match.form, match.keys, fields)
-    run = entries_from_placement(placement, EntryState.READY, made)
-    sources = read_runs(fields["sources"])
-    loading = read_ranges(fields.get("loading", b""))
-    for number in loading:
-        run[number].state = EntryState.LOADING
-    match.id = fields["id"]
-    match.run = run
-    match.sources = sources
-    match.pending_loads = len(loading)
+def read_match(match: RemoteMatch, fields: dict[str, Any]) -> RemoteMatch:
+    """The inverse, into `match`."""
+    sources, state, form = read_runs(fields["sources"]), None, match.state_form
+    if "end" in fields and form is not None and form.layout is not None:
+        key = state_key(match.keys[len(sources) - 1], form.layout.to_json())
+        placement = Placement.of(form, (key,), read_fields(fields["end"]))
+        state = Grant(0, (0,), placement) if placement.keys else None
+    placement = Placement.of(match.grant.form, match.keys, fields)
+    match.sources, match.loading = sources, tuple(read_ranges(fields.get("loading", b"")))
     match.pending_lookups = int(fields["state"] == b"asking")
-    match.cut_reason = fields.get("cut", b"").decode()
-    match.found = fields.get("found", 0)
-    match.state_match = None
-    if "end" in fields and match.state_form is not None and match.state_form.layout is not None:
-        key = state_key(match.keys[len(sources) - 1], match.state_form.layout.to_json())
-        match.state_match = Match(0, (key,), match.state_form, 0, match.deadline, prompt_match=match)
-        read_match(match.state_match, read_fields(fields["end"]))
-    if match.is_ready and fields["state"] != b"ready":
-        match.pending_loads = 1  # an older server does not list everything that it waits for
+    match.cut_reason, match.found = fields.get("cut", b"").decode(), fields.get("found", 0)
+    match.grant = Grant(fields["id"], tuple(range(len(placement.keys))), placement, state)
+    match.is_ready = fields["state"] == b"ready" and not (match.loading or match.needs_prefetch)
     return match
 
 

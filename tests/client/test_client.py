@@ -25,8 +25,7 @@ from lmtier.client import link as link_module
 from lmtier.client.client import Client
 from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
-from lmtier.core.grant import Grant
-from lmtier.core.match import EntryState, Match
+from lmtier.core.grant import Grant, Match
 from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.format.keys import Identity, namespace, state_key
 from lmtier.format.layout import PAGE, LayerShape, Layout, Shard, form_of, padded, stored_size
@@ -80,18 +79,17 @@ def store(client: Client, names: list[bytes], form=ONE) -> int:
 
 
 def is_right(client: Client, match: Match) -> bool:
-    return all(
-        entry.state is EntryState.READY
-        and client.slab.view(offset, LAYOUT.nbytes(shard)) == content(entry.key, shard)
-        for entry in match.run
-        for offset, shard in zip(entry.offsets, entry.form.shards, strict=True)
+    return not match.loading and all(
+        client.slab.view(offset, LAYOUT.nbytes(shard)) == content(key, shard)
+        for (key, offsets), form in zip(match.grant.places, match.grant.placement.forms, strict=True)
+        for offset, shard in zip(offsets, form.shards, strict=True)
     )
 
 
 def look(client: Client, names: list[bytes], form=ONE) -> list[str]:
     match = client.wait(client.match(names, form))
     assert match.is_ready
-    assert len(match.run) == match.chunks
+    assert len(match.grant.chunks) == match.chunks
     assert is_right(client, match)
     client.release(match)
     return match.sources
@@ -203,7 +201,7 @@ def test_chunks_of_another_engines_layout_say_so(serve):
         store(client, keys(2), TWO)
         store(client, keys(3), ONE)
         match = client.match(keys(3), form_of(OTHER, (OTHER.whole,)))
-        assert [entry.form for entry in match.run] == [TWO, TWO, ONE]
+        assert match.grant.placement.forms == [TWO, TWO, ONE]
         assert is_right(client, match)
 
 
@@ -212,8 +210,8 @@ def test_fingerprints_come_back(serve):
         reservation = client.reserve(keys(3), TWO)
         client.commit(reservation, LEFT, {1: b"left" * 4})
         client.commit(reservation, RIGHT, {1: b"right" * 3, 2: b"2"})
-        run = client.match(keys(3), TWO).run
-        assert [entry.marks for entry in run] == [(), (b"left" * 4, b"right" * 3), (b"", b"2")]
+        marks = client.match(keys(3), TWO).grant.placement.marks
+        assert marks == {1: (b"left" * 4, b"right" * 3), 2: (b"", b"2")}
 
 
 def test_chunks_on_disk_are_brought_into_the_slab(serve, tmp_path):
@@ -224,7 +222,7 @@ def test_chunks_on_disk_are_brought_into_the_slab(serve, tmp_path):
         store(client, keys(6, "b"))
         client.flush()
         match = client.match(keys(4), ONE)
-        assert (match.sources, match.run, match.is_ready) == (["disk"] * 4, [], False)
+        assert (match.sources, match.grant.chunks, match.is_ready) == (["disk"] * 4, (), False)
         client.prefetch(match, 3)
         changed = 0
 
@@ -234,7 +232,7 @@ def test_chunks_on_disk_are_brought_into_the_slab(serve, tmp_path):
             return match.is_ready
 
         until(arrived)
-        assert (match.sources, len(match.run), match.cut_reason) == (["disk"] * 3, 3, "not_worth_it")
+        assert (match.sources, len(match.grant.chunks), match.cut_reason) == (["disk"] * 3, 3, "not_worth_it")
         assert is_right(client, match)
         assert client.step() == 0
         client.release(match)
@@ -260,7 +258,7 @@ def test_everything_can_be_cleared_and_discarded(serve):
         store(client, keys(3))
         store(client, keys(2, "b"))
         match = client.match(keys(3), ONE)
-        client.discard(match.run[2].key)
+        client.discard(match.keys[2])
         client.release(match)
         assert look(client, keys(3)) == ["cpu"] * 2
         client.clear(namespace("a"))
@@ -437,7 +435,7 @@ def test_without_a_server_nothing_is_found_and_nothing_raises(serve, caplog):
         client.check()
         assert (client.step(), client.flush(), client.stats()) == (0, False, {})
         assert is_right(client, held), "nobody writes what a dead server had"
-        client.discard(held.run[0].key)
+        client.discard(held.keys[0])
         client.release(held)
         assert client.lost == 1
         assert client.unserved >= 5
@@ -854,7 +852,7 @@ def test_an_older_server_is_not_asked_for_what_it_does_not_know(tmp_path, caplog
     ):
         match = client.match(keys(2), ONE)
         client.prefetch(match, has=3)
-        assert (match.chunks, len(match.run), match.is_ready, match.cut_reason) == (2, 2, True, "")
+        assert (match.chunks, len(match.grant.chunks), match.is_ready, match.cut_reason) == (2, 2, True, "")
         for _ in range(3):
             assert client.reserve(keys(2), ONE, ttl=60).dropped == 2
         with pytest.raises(MisuseError):
@@ -1114,7 +1112,7 @@ def test_a_mover_deletes_what_came_back_wrong(serve):
         tokens, blocks, target = list(range(21)), list(range(10)), list(range(10, 20))
         engine.save(tokens, blocks)
         match = engine.mover.match(engine.mover.chain(tokens))
-        client.slab.view(match.run[2].offsets[0], 1)[0] ^= 1
+        client.slab.view(match.grant.placement.offsets[2][0], 1)[0] ^= 1
         client.release(match)
         assert engine.load(tokens, target) == 2 * C
         assert client._server.differing == 1
@@ -1148,9 +1146,9 @@ def test_a_prefix_ends_where_the_server_has_a_state_and_the_state_comes_with_it(
         match = client.wait(client.match(names, ONE, state_form=state))
         assert is_right(client, match)
         assert match.sources == ["disk"] * 3
-        assert match.state_match is not None
-        (entry,) = match.state_match.run
-        assert (entry.key, entry.state) == (end, EntryState.READY)
-        assert client.slab.view(entry.offsets[0], 5000) == b"s" * 5000
+        assert match.grant.state is not None
+        ((key, offsets),) = match.grant.state.places
+        assert (key, match.is_ready) == (end, True)
+        assert client.slab.view(offsets[0], 5000) == b"s" * 5000
         client.release(match)
         client.check()

@@ -693,8 +693,8 @@ def test_a_copy_of_another_packing_is_converted_once(near_cache, monkeypatch):
         match = engine.mover.match(engine.mover.chain(range(17)))
         with engine.mover.load(match, blocks) as load:
             load.all()
-        for entry in match.run:
-            near_cache.slab.view(entry.offsets[0], 64)[:] = bytes(64)  # no longer read
+        for _, offsets in match.grant.places:
+            near_cache.slab.view(offsets[0], 64)[:] = bytes(64)  # no longer read
         monkeypatch.setattr(PagedKV, "convert", None)
         engine.settle()
         assert load.tokens == 16
@@ -716,7 +716,7 @@ def test_places_may_be_decided_elsewhere(cache):
     mover.drain()
     for computed, copied in ((0, 0), (0, 3), (8, 2)):
         match = mover.match(mover.chain([*tokens, 0]))
-        places = gpu_copies.load(match.placement, mover.form, computed // C)
+        places = gpu_copies.load(match.grant.placement, mover.form, computed // C)
         assert [place is None for place in places.by_chunk] == [False] * (3 - computed // C) + [True]
         assert places.filled == copied
         others = engine.take(32)

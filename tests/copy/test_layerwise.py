@@ -164,8 +164,9 @@ def test_a_layer_is_ready_without_the_later_ones_and_touches_no_other(cache, pac
     wanted, stored = writer.kv(blocks, 24), layout()
     match = reader.mover.match(reader.mover.chain(range(25)))
     places: dict[int, list[memoryview]] = {layer: [] for layer in range(L)}
-    for entry in match.run:
-        for shard, offset in zip(entry.form.shards, entry.offsets, strict=True):
+    placement = match.grant.placement
+    for form, offsets in zip(placement.forms, placement.offsets, strict=True):
+        for shard, offset in zip(form.shards, offsets, strict=True):
             for layer in range(shard.first_layer, shard.end_layer):
                 at = offset + stored.offsets(shard)[layer - shard.first_layer]
                 places[layer].append(cache.slab.view(at, stored.layer_bytes(layer, shard)))

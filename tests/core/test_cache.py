@@ -15,7 +15,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import EntryState, Match
+from lmtier.core.match import EntryState, Lookup
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.format.keys import namespace, value_key
 from lmtier.format.layout import PAGE, ChunkForm, Layout, Name, Shard, form_of, padded, stored_size
@@ -56,7 +56,7 @@ def store(cache: Cache, names: list[bytes], form=ONE, by: str = "") -> int:
     return len(reservation.chunks)
 
 
-def holds_right_bytes(cache: Cache, match: Match) -> bool:
+def holds_right_bytes(cache: Cache, match: Lookup) -> bool:
     return all(
         bytes(cache.slab.view(offset, LAYOUT.nbytes(shard))) == content(entry.key, shard)
         for entry in match.run

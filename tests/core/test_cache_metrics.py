@@ -7,7 +7,7 @@ import pytest
 from lmtier.core.cache_metrics import CacheMetrics, bounded_tiers
 from lmtier.core.index import Index
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CPU, EntryState, Match
+from lmtier.core.match import CPU, EntryState, Lookup
 from lmtier.format.keys import is_value, value_key
 from lmtier.format.layout import form_of
 from lmtier.observe.metrics import Metrics
@@ -45,9 +45,9 @@ def gauges():
     return Counted()
 
 
-def lookup(names: int, *sources: str, tokens: int | None = None) -> Match:
+def lookup(names: int, *sources: str, tokens: int | None = None) -> Lookup:
     keys = tuple(map(key, range(names)))
-    match = Match(1, keys, FORM, names * C if tokens is None else tokens, 0.0)
+    match = Lookup(keys, 0.0, id=1, form=FORM, asked_tokens=names * C if tokens is None else tokens)
     match.sources = list(sources)
     return match
 
@@ -82,7 +82,7 @@ def test_what_is_brought_before_a_request_is_no_lookup(gauges):
 
 def test_a_named_value_is_in_no_count_of_tokens(gauges):
     name = value_key(b"a")
-    match = Match(1, (name,), FORM, 0, 0.0)
+    match = Lookup((name,), 0.0, id=1, form=FORM)
     match.sources = ["disk"]
     assert gauges.count_lookup(match) is None
     assert gauges.value("prefetched_tokens_total", tier="disk") == 0

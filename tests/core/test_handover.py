@@ -16,7 +16,7 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.grant import Grant
 from lmtier.core.handover import Handover, HandoverWriter
-from lmtier.core.match import Match
+from lmtier.core.match import Lookup
 from lmtier.errors import MisuseError, TierError
 from lmtier.format.handover_file import HandoverFile, HandoverFileError
 from lmtier.format.layout import Layout, form_of
@@ -38,12 +38,13 @@ def keys(prompt: int) -> list[bytes]:
     return [hashlib.sha256(b"%d/%d" % (prompt, n)).digest() for n in range(3)]
 
 
-def dumped(cache: Cache, *held: Match | Grant) -> tuple[HandoverFile, list[dict[str, object]]]:
+def dumped(cache: Cache, *held: Lookup | Grant) -> tuple[HandoverFile, list[dict[str, object]]]:
     writer = HandoverWriter(cache)
     writer.write_cache(
-        [each for each in held if isinstance(each, Match)], [each for each in held if isinstance(each, Grant)]
+        [each for each in held if isinstance(each, Lookup)],
+        [each for each in held if isinstance(each, Grant)],
     )
-    notes = [writer.match(each) if isinstance(each, Match) else writer.reservation(each) for each in held]
+    notes = [writer.match(each) if isinstance(each, Lookup) else writer.reservation(each) for each in held]
     writer.file.facts["forms"] = writer.forms.dump()
     return HandoverFile.unpack(b"".join(writer.file.pack())), notes
 
@@ -68,7 +69,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS, st.sampled_from(("lru", "auto")))
 @example([("hint", 7), ("halves", 0), ("save", 7), ("pin", 0)], "lru")  # a hint's pin that came first
 def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, int]], policy: str):
-    held: list[Match | Grant] = []
+    held: list[Lookup | Grant] = []
     with Cache(config(policy), shared=True) as cache:
         for what, prompt in operations:
             if what == "find":
@@ -123,7 +124,7 @@ def test_the_next_cache_has_what_the_one_before_had(operations: list[tuple[str, 
                 order = [entry.key for entry in cache.index.order()]
                 assert [entry.key for entry in after.index.order()] == order
             for thing in again:
-                if isinstance(thing, Match):
+                if isinstance(thing, Lookup):
                     after.release(thing)
                 else:
                     after.commit(thing)

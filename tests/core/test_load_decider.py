@@ -12,7 +12,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match
+from lmtier.core.match import Lookup
 from lmtier.errors import ConfigError
 from lmtier.format.keys import namespace
 from lmtier.format.layout import Layout, form_of, padded
@@ -76,7 +76,7 @@ class Place:
             self.cache.slab.view(offsets[0], ROOM)[:] = key * (ROOM // len(key))
         self.cache.commit(reservation)
 
-    def ask(self, cost: Cost | None) -> Match:
+    def ask(self, cost: Cost | None) -> Lookup:
         """The next prompt, loaded as far as it is worth it, and the rest stored, as engines do."""
         prompt = next(self.unread)
         match = self.cache.wait(self.cache.match(prompt, FORM, tokens=4 * C + 1, cost=cost))
@@ -260,7 +260,7 @@ def test_a_tier_that_is_slow_to_say_what_it_has_is_not_waited_for_until_it_answe
     config = Config(tiers=[f"cpu://?capacity={8 * ROOM}", url], chunk_tokens=C, prefault=False)
     with Cache(config, tiers={url: tier}) as cache:
 
-        def ask(number: int) -> Match:
+        def ask(number: int) -> Lookup:
             return cache.match(keys(4, str(number)), FORM, tokens=4 * C + 1, cost=cost)
 
         cache.release(cache.wait(ask(0)))

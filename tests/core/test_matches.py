@@ -9,7 +9,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import CPU, EntryState, Match
+from lmtier.core.match import CPU, EntryState, Lookup
 from lmtier.core.matches import Matches
 from lmtier.errors import MisuseError
 from lmtier.format.layout import form_of
@@ -41,11 +41,11 @@ def cache(gate: Gate) -> Iterator[Cache]:
         cache.check()
 
 
-def begin(matches: Matches, seconds: float = 30.0) -> Match:
+def begin(matches: Matches, seconds: float = 30.0) -> Lookup:
     return matches.begin(KEYS, FORM, len(KEYS) * LAYOUT.chunk_tokens, time.monotonic() + seconds)
 
 
-def arrive(cache: Cache, *found: Match) -> None:
+def arrive(cache: Cache, *found: Lookup) -> None:
     until = time.monotonic() + 30
     while not all(match.is_ready for match in found) and time.monotonic() < until:
         cache.step()
@@ -164,7 +164,7 @@ def test_what_an_engine_may_have_been_told_of_is_given_however_slow_copying_is(c
 
 
 def test_a_match_of_another_cache_is_refused(cache: Cache) -> None:
-    strange = Match(99, KEYS, FORM, 0, 0.0)
+    strange = Lookup(KEYS, 0.0, id=99, form=FORM)
     with pytest.raises(MisuseError, match="another cache made"):
         cache._matches.prefetch(strange, None, 0)
     with pytest.raises(MisuseError, match="another cache made"):

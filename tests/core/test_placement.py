@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtier.core.match import EntryState, entries_from_placement, placement_of
+from lmtier.core.match import Entry, EntryState, placement_of
 from lmtier.core.placement import Placement, read_ranges, read_runs, write_ranges, write_runs
 from lmtier.format.layout import PAGE, Layout, form_of
 
@@ -50,9 +50,25 @@ def test_texts_and_pickles_say_it_all(placement):
 
 
 @given(placements())
-def test_entries_made_from_a_placement_have_that_placement(placement):
-    entries = entries_from_placement(placement, EntryState.READY)
+def test_the_placement_of_entries_has_all_that_they_have(placement):
+    entries = []
+    for chunk, (key, offsets) in enumerate(zip(placement.keys, placement.offsets, strict=True)):
+        entry = Entry(key, placement.form_of(chunk), 0, EntryState.READY)
+        entry.offsets, entry.marks = offsets, placement.marks.get(chunk, ())
+        entries.append(entry)
     assert placement_of(placement.form, placement.keys, entries) == placement
+
+
+@given(placements(), st.integers(0, 7))
+def test_the_first_chunks_of_a_placement_are_a_placement(placement, count):
+    first = placement.leading(count)
+    assert copy.deepcopy(first) == first
+    for name in ("keys", "offsets", "forms"):
+        assert getattr(first, name) == getattr(placement, name)[:count]
+    chunks = range(len(placement.keys))
+    assert [first.marks.get(chunk) for chunk in chunks] == [
+        placement.marks.get(chunk) if chunk < count else None for chunk in chunks
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import EntryState, Match
+from lmtier.core.match import EntryState, Lookup
 from lmtier.format.keys import KEY_BYTES, NO_TENANT, is_state, namespace, state_key, tenant_of, value_key
 from lmtier.format.layout import PAGE, LayerShape, Layout, Name, form_of, padded
 from lmtier.rules.worth import Cost
@@ -41,14 +41,14 @@ def store_state(cache: Cache, names: list[bytes]) -> bool:
     return bool(reservation.chunks)
 
 
-def look(cache: Cache, names: list[bytes]) -> Match:
+def look(cache: Cache, names: list[bytes]) -> Lookup:
     """The match, ready, whose state has the right bytes."""
     match = cache.wait(cache.match(names, ONE, state_form=STATE))
     is_right(cache, match)
     return match
 
 
-def is_right(cache: Cache, match: Match) -> None:
+def is_right(cache: Cache, match: Lookup) -> None:
     assert match.is_ready
     assert (match.state_match is not None) == bool(match.chunks)
     if match.state_match is not None:
@@ -445,7 +445,7 @@ def test_whatever_happens_a_match_has_its_state_or_nothing(seed):
     policy = ("lru", "auto")[seed % 2]
     config = Config(tiers=(cpu(12, policy=policy), FAR), chunk_tokens=C, prefault=False)
     prompts = [keys(3, "a") + keys(4, f"a{n}") for n in range(3)] + [keys(6, f"b{n}") for n in range(2)]
-    held: list[Match] = []
+    held: list[Lookup] = []
     found = 0
     with Cache(config, tiers={FAR: tier}) as cache:
         for _ in range(600):

@@ -19,7 +19,7 @@ from lmtier.config import Config
 from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match
+from lmtier.core.match import Lookup
 from lmtier.format.keys import Identity
 from lmtier.format.layout import PAGE, ChunkForm, Layout, Name, Shard, form_of, stored_size
 from lmtier.rules.fullness import FULL_PAUSE
@@ -190,7 +190,7 @@ class Engine:
         self.mover = Mover(cache, kv, Identity(model="m", weights="w"), spare_blocks=range(20, 24))
         self.chain = self.mover.chain([*TOKENS, 0])
 
-    def match(self) -> Match:
+    def match(self) -> Lookup:
         return self.cache.match(self.chain.keys, self.mover.form, tokens=self.chain.tokens)
 
     def save(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.grant import Grant
-from lmtier.core.match import EntryState, Match
+from lmtier.core.match import EntryState, Lookup
 from lmtier.format.layout import PAGE, ChunkForm, Layout, Shard, form_of
 from lmtier_backends.disk import DiskTier
 
@@ -44,7 +44,7 @@ def test_after_any_history_all_room_comes_back(policy):
     chance = random.Random(39)
     chains = {(form, name): chain(form, name, 8) for form in range(len(FORMS)) for name in range(12)}
     config = Config(tiers=[f"cpu://?capacity={120 * PAGE}&policy={policy}"], chunk_tokens=C, prefault=False)
-    matches: list[Match] = []
+    matches: list[Lookup] = []
     saves: list[tuple[Grant, list[Shard]]] = []
     began = time.process_time()
     with Cache(config) as cache:

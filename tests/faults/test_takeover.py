@@ -93,9 +93,9 @@ def end_save():
 def end_load():
     global compared, missing
     prompt, match = reading.pop(0)
-    missing += 5 - len(match.run)
-    for entry in match.run:
-        assert client.slab.view(entry.offsets[0], size) == content(entry.key), "wrong bytes"
+    missing += 5 - len(match.grant.chunks)
+    for key, offsets in match.grant.places:
+        assert client.slab.view(offsets[0], size) == content(key), "wrong bytes"
         compared += 1
     client.release(match)
 

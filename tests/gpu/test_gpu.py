@@ -205,8 +205,8 @@ def test_copies_in_gpu_memory_are_what_was_saved(device, name, layerwise):
         assert mover.gpu_copies is not None
         for is_left in (False, True):
             match = mover.match(mover.chain(range(2 * C + 1)))
-            for entry in match.run if is_left else ():
-                cache.slab.view(entry.offsets[0], kv.nbytes)[:] = bytes(kv.nbytes)
+            for _, offsets in match.grant.places if is_left else ():
+                cache.slab.view(offsets[0], kv.nbytes)[:] = bytes(kv.nbytes)
             kv.write_raw(others, bytes(len(written)))
             with mover.load(match, others) as load:
                 load.all()

@@ -28,8 +28,7 @@ from hypothesis.stateful import (
 from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.grant import Grant
-from lmtier.core.match import EntryState, Match
+from lmtier.core.grant import Grant, Match
 from lmtier.format.layout import PAGE, Shard
 from tests.model.hand import CHAINS, FORMS, LENGTH, content, key
 from tests.server.process import Served
@@ -79,24 +78,26 @@ class Hand:
             self.store.prefetch(match, chunks)
         self.store.wait(match)
         assert match.is_ready
-        assert len(match.run) == match.chunks
+        assert len(match.grant.chunks) == match.chunks
         return self.told(number)
 
     def told(self, number: int) -> object:
         """What a match says: the bytes too, which are there until its release, whoever discards them."""
         match = self.matches[number]
-        run = [
+        placement = match.grant.placement
+        marks = [placement.marks.get(chunk, ()) for chunk in match.grant.chunks]
+        complete = [
             (
-                entry.key,
-                entry.form.shards,
-                entry.marks if any(entry.marks) else (),
+                key,
+                form.shards,
+                marks[chunk] if any(marks[chunk]) else (),
                 [
                     bytes(self.store.slab.view(offset, size))
-                    for offset, size in zip(entry.offsets, entry.form.sizes, strict=True)
+                    for offset, size in zip(placement.offsets[chunk], form.sizes, strict=True)
                 ],
             )
-            for entry in match.run
-            if entry.state in (EntryState.READY, EntryState.GONE)
+            for chunk, (key, form) in enumerate(zip(placement.keys, placement.forms, strict=True))
+            if chunk not in match.loading
         ]
         return (
             match.chunks,
@@ -104,8 +105,8 @@ class Hand:
             match.is_ready,
             match.cut_reason,
             match.pending_lookups,
-            match.pending_loads,
-            run,
+            match.loading,
+            complete,
         )
 
     def release(self, number: int) -> None:
@@ -115,9 +116,9 @@ class Hand:
         self.store.touch(keys(chain, length))
 
     def discard(self, number: int) -> None:
-        run = self.matches[number].run
-        if run:
-            self.store.discard(run[-1].key, run[-1].form)
+        placement = self.matches[number].grant.placement
+        if placement.keys:
+            self.store.discard(placement.keys[-1], placement.forms[-1])
 
     def clear(self) -> None:
         self.store.clear()

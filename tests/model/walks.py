@@ -31,7 +31,7 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.grant import Grant
 from lmtier.core.index import Index
-from lmtier.core.match import Entry, EntryState, Match
+from lmtier.core.match import Entry, EntryState, Lookup
 from lmtier.core.reservations import Reservation
 from lmtier.errors import MisuseError
 from lmtier.format.layout import PAGE, Name, Shard, form_of
@@ -97,9 +97,9 @@ class Walk:
         self.stays: dict[bytes, float] = {}
         """What the slab kept for pins after the last step, and when its time is over."""
         self.pinned: set[str] = set()
-        self.matches: list[Match] = []
+        self.matches: list[Lookup] = []
         self.saves: list[tuple[Grant, list[Shard]]] = []
-        self.old: tuple[Cache, list[Match], list[Grant]] | None = None
+        self.old: tuple[Cache, list[Lookup], list[Grant]] | None = None
         """A cache that was closed or killed, and what its callers still hold."""
 
         chance = self.chance
@@ -300,7 +300,7 @@ class Walk:
         self.release_it(match)
         return f"match {match.id}"
 
-    def release_it(self, match: Match) -> None:
+    def release_it(self, match: Lookup) -> None:
         self.matches = [each for each in self.matches if each is not match]
         self.cache.release(match)
         self.cache.release(match)
@@ -471,7 +471,7 @@ class Walk:
             if Name(entry.key, shard) in self.near_kept  # otherwise a load has just found out
         }
 
-    def come_back(self, matches: list[Match], saves: list[Grant], sure: Iterable[bytes] = ()) -> str:
+    def come_back(self, matches: list[Lookup], saves: list[Grant], sure: Iterable[bytes] = ()) -> str:
         self.every_token_is_counted_once()
         self.old = self.cache, matches, saves
         self.matches, self.saves = [], []

@@ -8,7 +8,7 @@ from typing import Any
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.format.layout import ChunkForm, form_of
-from lmtier.observe.follower import CacheObserver, CacheObservers, Lookup
+from lmtier.observe.follower import CacheObserver, CacheObservers, SettledLookup
 from lmtier.testing import MemoryTier, opaque_layout
 
 LAYOUT = opaque_layout(4096)
@@ -28,7 +28,7 @@ class Heard(CacheObserver):
     def asked(self, keys: Sequence[bytes], tokens: int, form: ChunkForm) -> None:
         self.said.append(("asked", [*keys], tokens))
 
-    def settled(self, lookup: Lookup, missed: dict[str, int]) -> None:
+    def settled(self, lookup: SettledLookup, missed: dict[str, int]) -> None:
         self.said.append(("settled", lookup.sources[:], missed))
 
     def used(self, keys: Sequence[bytes]) -> None:

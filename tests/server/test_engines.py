@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match
+from lmtier.core.grant import Grant
 from lmtier.format.keys import namespace, state_key, value_key
 from lmtier.format.layout import LayerShape, Layout, Shard, form_of, padded, stored_size
 from lmtier.server.access import Role
@@ -27,7 +27,7 @@ from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Tier
 from lmtier.wire.reply_reader import ReplyReader
 from lmtier.wire.resp import Error, encode
-from lmtier.wire.verbs import MAX_MODELS, read_match
+from lmtier.wire.verbs import MAX_MODELS, RemoteMatch, read_match
 from lmtier_backends.null import NullTier
 from tests.server.process import secret
 from tests.stopwatch import Stopwatch
@@ -352,13 +352,13 @@ def test_what_is_deleted_while_it_comes_is_not_readable(make, deletion):
     connection.say("PREFETCH", number)
     other.say(*deletion)
     said = connection.say("POLL", number)
-    match = Match(number, tuple(keys(3)), form_of(LAYOUT, (WHOLE,)), 0, 0.0)
+    match = RemoteMatch(tuple(keys(3)), 0.0, grant=Grant.of_nothing(form_of(LAYOUT, (WHOLE,))))
     assert not read_match(match, said).is_ready
-    assert match.complete == 0
+    assert match.loading[0] == 0
     del said["loading"]  # as older servers
     assert not read_match(match, said).is_ready
     gate.open()
-    assert not read_match(match, connection.say("WAIT", number)).run
+    assert not read_match(match, connection.say("WAIT", number)).grant.chunks
     assert match.is_ready
 
 

@@ -41,12 +41,12 @@ class Host:
     def loads(self, names: list[bytes]) -> int:
         """How many of these chunks an engine gets, with their bytes."""
         match = self.client.wait(self.client.match(names, FORM))
-        for entry in match.run:
+        for key, offsets in match.grant.places:
             assert (
-                self.client.slab.view(entry.offsets[0], FORM.slab_bytes)
-                == (entry.key * FORM.slab_bytes)[: FORM.slab_bytes]
+                self.client.slab.view(offsets[0], FORM.slab_bytes)
+                == (key * FORM.slab_bytes)[: FORM.slab_bytes]
             )
-        count = len(match.run)
+        count = match.chunks
         self.client.release(match)
         return count
 

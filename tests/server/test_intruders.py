@@ -117,7 +117,7 @@ def test_what_an_engine_reads_changes_for_nobody_else(server, third, intrude):
         store(victim, keys(4))
         held = victim.match(keys(4), ONE)
         wire = intrude(server)
-        for number in guesses(held.id):
+        for number in guesses(held.grant.id):
             wire.ask("LMTIER.RELEASE", number)
         store(third, keys(8, "after"))
         assert is_right(victim, held)

@@ -19,7 +19,7 @@ import pytest
 from lmtier.client.client import Client
 from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match
+from lmtier.core.grant import Match
 from lmtier.errors import ConfigError
 from lmtier.format.keys import Identity, KeyChain, seed, value_key
 from lmtier.format.layout import PAGE, Name

@@ -238,7 +238,7 @@ def test_a_server_that_is_told_by_variables_sends_the_spans_of_a_client(tmp_path
         with Client(server.path) as client:
             store(client, client_keys(3))
             match = client.match(client_keys(3), ONE)
-            client.trace(match, {"traceparent": PARENT, "other": "x"})
+            client.trace(match.grant, {"traceparent": PARENT, "other": "x"})
             client.release(match)
             look(client, client_keys(3))
         until(lambda: len(collector.names) >= 5)

@@ -45,8 +45,8 @@ class Witness:
         chance, client = self.chance, self.client
         names = [hashlib.sha256(b"%d/%d" % (chance.randrange(6), i)).digest() for i in range(4)]
         match = client.wait(client.match(names, FORM))
-        for entry in match.run:
-            assert client.slab.view(entry.offsets[0], SIZE) == content(entry.key, SIZE), "wrong bytes"
+        for key, offsets in match.grant.places:
+            assert client.slab.view(offsets[0], SIZE) == content(key, SIZE), "wrong bytes"
             self.chunks += 1
         client.release(match)
         reservation = client.reserve(names, FORM)

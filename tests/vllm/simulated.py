@@ -30,8 +30,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lmtier.copy.cuda.page_lock import PageLock
 from lmtier.copy.cuda.streams import Rows
-from lmtier.core.match import Match
 from lmtier.errors import DeviceError
+from lmtier.wire.verbs import RemoteMatch
 from lmtier_integrations.vllm import LMTierConnector as LMTierConnector
 from lmtier_integrations.vllm import scheduler, worker
 from lmtier_integrations.vllm.load_planner import LoadPlanner
@@ -188,7 +188,7 @@ scheduler.is_on_gpu = lambda config: True  # type: ignore[attr-defined]
 if loads := os.environ.get("LMTIER_TEST_LOADS"):
     MOST = {"in steps": 1 << 40, "short in steps": 400}.get(loads, 0)
 
-    def _is_long(self: LoadPlanner, tracked: TrackedRequest, match: Match, tokens: int) -> bool:
+    def _is_long(self: LoadPlanner, tracked: TrackedRequest, match: RemoteMatch, tokens: int) -> bool:
         return tokens > MOST
 
     LoadPlanner._must_wait = _is_long  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from torch import Tensor
 import lmtier
 from lmtier.client.client import Client
 from lmtier.copy.mover import Mover, Save, blocks_granted, fill_identity
-from lmtier.core.match import Match
+from lmtier.core.grant import Match
 from lmtier.errors import DeviceError, log
 from lmtier.format.keys import Identity, KeyChain
 from lmtier.format.layout import LayerShape, Layout
@@ -191,12 +191,10 @@ class ChunkBuffer:
         with self.place.current(), self.mover.load(match, range(match.chunks)) as load:
             load.all()
             load.confirm()
-            if self._states is not None and match.state_match is not None:
-                row.state = (
-                    self._states.load(match.state_match)
-                    if load.finish() == row.saved * self.chunk_tokens
-                    else None
-                )
+            state = match.grant.state
+            if self._states is not None and state is not None:
+                is_whole = load.finish() == row.saved * self.chunk_tokens
+                row.state = self._states.load(state) if is_whole else None
         row.saved = load.tokens // self.chunk_tokens
         if self._states is not None and row.state is None:
             row.saved = 0

@@ -21,7 +21,7 @@ import lmtier
 from lmtier.client.client import Client
 from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
-from lmtier.core.match import Match
+from lmtier.core.grant import Grant
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.format.keys import Identity, state_key
 from lmtier.format.layout import LayerShape, Layout
@@ -96,10 +96,10 @@ class StateStore:
                 save.all()
         self._cache.step()
 
-    def load(self, end: Match) -> States | None:
+    def load(self, grant: Grant) -> States | None:
         """The state that a match ends with. None: it differs from what was saved. The caller ends its
         leases."""
-        load = self.mover.begin(end.grant, [0])
+        load = self.mover.begin(grant, [0])
         load.all()
         if load.finish() != self._cache.chunk_tokens:
             return None

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-from lmtier.core.match import CPU, EntryState, Match
+from lmtier.core.match import CPU
+from lmtier.wire.verbs import RemoteMatch
 from lmtier_integrations.vllm.kv import tables_of_kv
 from lmtier_integrations.vllm.messages import LoadPlan, Plan
 from lmtier_integrations.vllm.tracked_request import NEVER, SchedulerParts, TrackedRequest
@@ -61,9 +62,9 @@ class LoadPlanner:
         """Whether one more request may lease chunks before the engine schedules it."""
         assert self._names.form is not None
         matches = [each.match for each in requests if each.match is not None]
-        leased_bytes = self._names.form.slab_bytes * sum(len(match.run) for match in matches)
+        leased_bytes = self._names.form.slab_bytes * sum(len(match.grant.chunks) for match in matches)
         if (ends := self._names.state_form) is not None:
-            leased_bytes += ends.slab_bytes * sum(match.state_match is not None for match in matches)
+            leased_bytes += ends.slab_bytes * sum(match.grant.state is not None for match in matches)
         return leased_bytes < _AHEAD * self._client.slab.capacity
 
     def look_up(self, tracked: TrackedRequest) -> None:
@@ -85,11 +86,11 @@ class LoadPlanner:
             parent=said.parent,
             source=said.source,
         )
-        self._client.trace(match, tracked.said.trace)
+        self._client.trace(match.grant, tracked.said.trace)
         tracked.send_tokens()
         self._prefetch(match)
         if self._events is not None:
-            ready = {number for number, entry in enumerate(match.run) if entry.state is EntryState.READY}
+            ready = {*match.grant.chunks}.difference(match.loading)
             sources = [
                 "" if source == CPU and number not in ready else source
                 for number, source in enumerate(match.sources)
@@ -102,11 +103,9 @@ class LoadPlanner:
         else:
             self._client.release(match)
 
-    def _prefetch(self, match: Match) -> None:
+    def _prefetch(self, match: RemoteMatch) -> None:
         """Once all tiers have said what they have."""
-        if not match.pending_lookups and (
-            match.below or (match.state_match is not None and match.state_match.below)
-        ):
+        if match.needs_prefetch:
             self._client.prefetch(match)
 
     def matched(self, tracked: TrackedRequest, computed_tokens: int) -> int | None:
@@ -147,13 +146,13 @@ class LoadPlanner:
             # The match has marked the engine's own prefix as used, in every tier.
             tracked.release_match()
             return 0
-        if match.run[computed_tokens // self._chunk_tokens].key in self._arriving:
+        if match.grant.placement.keys[computed_tokens // self._chunk_tokens] in self._arriving:
             return None
         tracked.promised_at_tokens = computed_tokens
         tracked.waits = self._must_wait(tracked, match, loadable_tokens)
         return loadable_tokens
 
-    def _must_wait(self, tracked: TrackedRequest, match: Match, tokens: int) -> bool:
+    def _must_wait(self, tracked: TrackedRequest, match: RemoteMatch, tokens: int) -> bool:
         """Whether the request waits for its load beside steps, and is not loaded within its first step.
 
         Within a step the launch of the computing overlaps the copy, and the engine need not notice its end.
@@ -164,14 +163,14 @@ class LoadPlanner:
         if not self.copies_beside:  # the copies of a CPU take its time anyway
             return False
         first = tracked.promised_at_tokens // self._chunk_tokens
-        if any(entry.form is not match.form for entry in match.run[first:]):
+        if any(chunk >= first for chunk in match.grant.placement.other_forms):
             return True  # the engine's thread would convert them
         if not self._neighbours:
             return False
         seconds = self._load_tracker.seconds(self._in_step + tokens)
         return seconds is None or seconds > _BESIDE
 
-    def _poll(self, match: Match) -> bool:
+    def _poll(self, match: RemoteMatch) -> bool:
         """Whether the match is ready. One poll serves all requests that wait."""
         if not match.is_ready and (now := time.monotonic()) - self._asked_at >= _ASK:
             self._asked_at = now
@@ -197,8 +196,8 @@ class LoadPlanner:
             self._in_step += external_tokens
             self._stats.add("loaded_in_step_tokens", external_tokens)
         elif self._shares:
-            self._joined.add(match.id)
-            self._arriving.update(entry.key for entry in match.run)
+            self._joined.add(match.grant.id)
+            self._arriving.update(match.grant.placement.keys)
         self._stats.add("loaded_tokens", external_tokens)
 
     def sources(self, tracked: TrackedRequest, external_tokens: int) -> dict[str, int]:
@@ -243,15 +242,15 @@ class LoadPlanner:
             plan.loads.append(load)
         return loaded_from
 
-    def release(self, match: Match) -> None:
+    def release(self, match: RemoteMatch) -> None:
         """Release a match that the engine has accepted."""
-        is_joined = match.id in self._joined
-        self._joined.discard(match.id)
-        for entry in match.run if is_joined else ():
-            if self._arriving[entry.key] > 1:
-                self._arriving[entry.key] -= 1
+        is_joined = match.grant.id in self._joined
+        self._joined.discard(match.grant.id)
+        for key in match.grant.placement.keys if is_joined else ():
+            if self._arriving[key] > 1:
+                self._arriving[key] -= 1
             else:
-                del self._arriving[entry.key]
+                del self._arriving[key]
         self._client.release(match)
 
     def forget(self, tracked: TrackedRequest) -> None:

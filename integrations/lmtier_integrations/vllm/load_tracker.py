@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lmtier.config import TierSpec
 from lmtier.copy.gpu_copies import GpuCopies, GpuSlots
-from lmtier.core.match import Match
+from lmtier.wire.verbs import RemoteMatch
 from lmtier_integrations.vllm.messages import RankReport, SlotOfEachChunk
 
 _FORGETS = 0.9  # the weight of all loads before, when one more is learned
@@ -14,7 +14,7 @@ _FORGETS = 0.9  # the weight of all loads before, when one more is learned
 
 @dataclass(eq=False, slots=True)
 class _TrackedLoad:
-    match: Match
+    match: RemoteMatch
     left: int
     """Ranks that are not done."""
     places: GpuSlots | None = None
@@ -45,22 +45,22 @@ class LoadTracker:
         """How long ranks take to load so many tokens, by recent loads; None: that is not known yet."""
         return tokens * self._seconds / self._tokens if self._tokens else None
 
-    def load(self, match: Match, first: int, *, is_in_step: bool) -> tuple[SlotOfEachChunk | None, int]:
+    def load(self, match: RemoteMatch, first: int, *, is_in_step: bool) -> tuple[SlotOfEachChunk | None, int]:
         """Ranks load chunks from `first` on: their places in GPU memory, and how many lie there already."""
-        copy = self._loads[match.id] = _TrackedLoad(match, self._ranks, is_in_step=is_in_step)
+        copy = self._loads[match.grant.id] = _TrackedLoad(match, self._ranks, is_in_step=is_in_step)
         if self._gpu is None:
             return None, 0
-        copy.places = self._gpu.load(match.placement, match.form, first)
+        copy.places = self._gpu.load(match.grant.placement, match.grant.form, first)
         return _slots_of(copy.places), copy.places.filled
 
-    def learn(self, report: RankReport) -> list[Match]:
+    def learn(self, report: RankReport) -> list[RemoteMatch]:
         """Apply a report. Returns the matches that no rank uses any more."""
         self.failed_loads = max(self.failed_loads, report.failed_loads)
         self.is_under_way = report.under_way > 0
         if report.load_tokens:
             self._tokens = self._tokens * _FORGETS + report.load_tokens
             self._seconds = self._seconds * _FORGETS + report.load_seconds
-        released_matches: list[Match] = []
+        released_matches: list[RemoteMatch] = []
         for match_id in report.failed:
             self._loads[match_id].is_believed = False
         for match_id, ranks in report.loaded.items():

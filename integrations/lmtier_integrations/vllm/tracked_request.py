@@ -9,9 +9,8 @@ from typing import NamedTuple
 from vllm.v1.request import Request
 
 from lmtier.client.client import Client, PendingReservation
-from lmtier.core.match import Match
 from lmtier.format.keys import KeyChain
-from lmtier.wire.verbs import MAX_KEYS
+from lmtier.wire.verbs import MAX_KEYS, RemoteMatch
 from lmtier_integrations.vllm.events import KVEvents
 from lmtier_integrations.vllm.identity import lora_of
 from lmtier_integrations.vllm.kv_naming import KVNaming
@@ -45,11 +44,11 @@ class TrackedRequest:
     client: Client
     names: KVNaming
     said: RequestHints
-    match: Match | None = None
+    match: RemoteMatch | None = None
     looked_at: float = NEVER
     promised_at_tokens: int = 0
     """The tokens that the engine had when it got the promise."""
-    promise: tuple[Match, list[list[int]]] | None = None
+    promise: tuple[RemoteMatch, list[list[int]]] | None = None
     """The match that the engine has accepted for its next step, with the blocks."""
     preemptions_at_promise: int = -1
     """The number of preemptions when the engine last accepted a promise: at most one after each."""

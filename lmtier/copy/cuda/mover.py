@@ -24,8 +24,7 @@ from lmtier.copy.cuda.streams import StreamPair, TransferOrder
 from lmtier.copy.gpu_copies import GpuCopies, GpuSlots
 from lmtier.copy.mover import Blocks, Load, Mover, Save, granted
 from lmtier.copy.store import Store
-from lmtier.core.grant import Grant
-from lmtier.core.match import Match
+from lmtier.core.grant import Grant, Match
 from lmtier.errors import MisuseError
 from lmtier.format.keys import Identity
 from lmtier.format.layout import Array, Shard

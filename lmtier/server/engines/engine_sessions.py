@@ -21,7 +21,7 @@ from lmtier._version import __version__
 from lmtier.core.cache import Cache
 from lmtier.core.grant import Grant
 from lmtier.core.handover import Handover, HandoverWriter
-from lmtier.core.match import Match
+from lmtier.core.match import Lookup
 from lmtier.errors import size_text
 from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
@@ -45,7 +45,7 @@ class EngineSession:
     members: dict[Caller, Shard | None] = field(default_factory=dict)
     """Its connections, and the shard of each."""
     forms: list[ChunkForm] = field(default_factory=list)
-    matches: dict[int, Match] = field(default_factory=dict)
+    matches: dict[int, Lookup] = field(default_factory=dict)
     held_keys: int = 0
     """The number of keys of its matches."""
     reservations: dict[int, Grant] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class EngineSession:
                 "some"
             )
 
-    def hold(self, number: int, match: Match) -> None:
+    def hold(self, number: int, match: Lookup) -> None:
         self.matches[number] = match
         self.held_keys += len(match.keys)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.core.grant import Grant
-from lmtier.core.match import Match
+from lmtier.core.match import Lookup
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import MARK_ROOM
 from lmtier.server.commands import OK, PAUSE, Argument, Caller, PendingAnswer, Refused
@@ -77,7 +77,7 @@ class TransferVerbs:
         tokens: Argument,
         keys: list[Argument],
         deadline: float | None = None,
-    ) -> Match:
+    ) -> Lookup:
         session = engine_session_of(caller)
         chunk_form, state_form = session.forms_of(form)
         agent_session, parent, source, keys = read_asker(keys)
@@ -144,7 +144,7 @@ class TransferVerbs:
             self._cache.prefetch(match)
         return self._described(match_id, match) if match.is_ready else self._waiting(match_id, match)
 
-    def _waiting(self, number: int, match: Match) -> PendingAnswer:
+    def _waiting(self, number: int, match: Lookup) -> PendingAnswer:
         """As Cache.wait. The owner steps meanwhile, and a step ends the wait at the match's deadline."""
         while match.pending_lookups and not match.released:
             yield None
@@ -156,7 +156,7 @@ class TransferVerbs:
             return Error(f"NOSUCH match {number} was released meanwhile")
         return self._described(number, match)
 
-    def _described(self, number: int, match: Match) -> dict[str, Any]:
+    def _described(self, number: int, match: Lookup) -> dict[str, Any]:
         if self._tracing is not None:
             self._tracing.reply_sent(number, match)
         return write_match(number, match)
@@ -245,7 +245,7 @@ class TransferVerbs:
         return OK
 
 
-def _held(caller: Caller, argument: Argument) -> tuple[int, Match]:
+def _held(caller: Caller, argument: Argument) -> tuple[int, Lookup]:
     number = read_number(argument, "a match")
     match = engine_session_of(caller).matches.get(number)
     if match is None:

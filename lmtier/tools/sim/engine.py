@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from lmtier.copy.gpu_copies import GpuCopies
-from lmtier.core.match import Match
+from lmtier.core.match import Lookup
 from lmtier.format.layout import ChunkForm
 
 ENGINE, GPU = "engine", "gpu"
@@ -35,11 +35,11 @@ class EngineMemory:
             self._due = now - now % self._resets_every + self._resets_every
         return next((index for index, key in enumerate(keys) if key not in self._own), len(keys))
 
-    def load(self, match: Match, own: int, form: ChunkForm) -> list[str]:
+    def load(self, match: Lookup, own: int, form: ChunkForm) -> list[str]:
         """Where each chunk of a match comes from, if the engine has the first `own` itself."""
         sources = [ENGINE] * own + match.sources[own:]
         if self._copies is not None and own < len(match.run):
-            gpu_places = self._copies.load(match.placement, form, own)
+            gpu_places = self._copies.load(match.grant.placement, form, own)
             for index, place in enumerate(gpu_places.by_chunk, start=own):
                 if place is not None and place.is_filled:
                     sources[index] = GPU
