@@ -21,7 +21,7 @@ from openai import APIConnectionError, OpenAI
 
 from lmtier.rules.hints import END, envelope
 from lmtier.tools import sizing
-from lmtier.tools.console import ConsoleConnection, ServerAddress
+from lmtier.tools.console import Console, ServerAddress
 
 PORT = 8124
 BLOCK = 32
@@ -93,7 +93,7 @@ def work(client: OpenAI, model: str, run: int, *, says_what_it_knows: bool) -> t
 
 
 @contextmanager
-def serving(model: str, folder: Path) -> Iterator[tuple[OpenAI, ConsoleConnection]]:
+def serving(model: str, folder: Path) -> Iterator[tuple[OpenAI, Console]]:
     """A cache server with room for 2,560 tokens, and an engine that has room for little more itself."""
     room = sizing.read(Path(model), "fp32").form(BLOCK, 1).slab_bytes * 2560 // BLOCK
     lmtier = [sys.executable, "-m", "lmtier", "serve", "--unix", str(folder / "socket")]
@@ -120,8 +120,7 @@ def serving(model: str, folder: Path) -> Iterator[tuple[OpenAI, ConsoleConnectio
                 break
             except APIConnectionError:
                 time.sleep(0.2)
-        with ConsoleConnection(ServerAddress(unix=str(folder / "socket"))) as remote:
-            yield client, remote
+        yield client, Console(ServerAddress(unix=str(folder / "socket")))
     finally:
         for process in reversed(processes):
             process.terminate()
@@ -133,8 +132,8 @@ def main(model: str) -> None:
         for run, says_what_it_knows in enumerate((False, True), 1):
             asked, cached = work(client, model, run, says_what_it_knows=says_what_it_knows)
             print(f"{'after' if says_what_it_knows else 'before'}: {cached} of {asked} tokens were there")
-            sessions = {each["session"]: each for each in remote.json("LMTIER.SESSIONS", kind=list)}
-            remote.ask("LMTIER.CLEAR")
+            sessions = {each["session"]: each for each in remote.get("/api/sessions", list)}
+            remote.post("/api/clear", {})
         agent = sessions["agent-2"]
         print(f"agent-2 saved {agent['saved']} tokens, and has {agent['children']} children")
 

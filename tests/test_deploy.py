@@ -16,9 +16,11 @@ import yaml  # type: ignore[import-untyped]
 
 import lmtier
 from lmtier.config import Config, ServerConfig, TierSpec, host_and_port, load, load_server, parse_size
+from lmtier.core.cache import Cache
 from lmtier.observe.metrics import Metrics
 from lmtier.server.access import RIGHTS, Role, RoleTokens, WrongTokens
-from lmtier.server.http import forms, routes
+from lmtier.server.engines import EngineVerbs
+from lmtier.server.http import routes
 from lmtier.server.listening import check_exposure
 from lmtier.server.redis import redis_table
 from lmtier.server.redis.service import ServerCommands
@@ -393,8 +395,24 @@ def test_the_document_lists_every_page():
         for row in re.findall(r"^\| (`/.*?) \|", text, re.MULTILINE)
         for path in re.findall(r"`(/.*?)`", row)
     }
-    pages = routes(cast(Any, None), cast(Any, None), cast(Any, None))
-    assert listed == pages.keys() | forms(cast(Any, None)).keys()
+    pages = routes(cast(Any, None), cast(Any, None))
+    assert listed == pages.keys()
+
+
+def test_the_document_lists_every_call_with_its_arguments():
+    text = (ROOT / "docs/SERVER.md").read_text().partition("## Calls")[2].partition("\n## ")[0]
+    listed = {
+        path: (method, re.findall(r"`(\w+)`", arguments), role)
+        for method, path, arguments, role in re.findall(
+            r"^\| `(\w+) (/api/\w+)` \|(.*?)\| .* \| (\w+) \|$", text, re.MULTILINE
+        )
+    }
+    with Cache(Config(tiers=("cpu://?capacity=1MiB",), prefault=False)) as cache:
+        calls = EngineVerbs(cache).api.calls
+    assert listed == {
+        path: (call.method, list(call.arguments), RIGHTS[path].role.name.lower())
+        for path, call in calls.items()
+    }
 
 
 def test_the_document_links_to_what_exists():

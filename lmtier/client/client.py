@@ -50,6 +50,7 @@ from lmtier.wire.verbs import (
 
 _NEWS = 0.05  # a cost that has changed by this part is sent again
 _TOKENS_AN_ARGUMENT = 131_072
+_PIECE = 512 << 10
 
 
 @dataclass(eq=False, slots=True)
@@ -397,32 +398,26 @@ class Client:
         """This process stops using its extents. Others finish it; it does not end by this."""
         self._server.held.pop(grant.id, None)
 
-    # ---- lifetimes
+    # ---- calls of the JSON API
 
-    def bring(self, keys: Sequence[bytes], form: ChunkForm, *, deadline: float) -> RemoteMatch:
-        """As Cache.bring, prefetched."""
-        match = RemoteMatch(tuple(keys), time.monotonic() + deadline, grant=Grant.of_nothing(form))
-        link, number = self._server.number_of(form)
-        if link is not None:
-            milliseconds = int(1000 * min(max(0.0, deadline), MAX_MS / 1000))
-            self._begin(match, "LMTIER.BRING", number, milliseconds, *pack_keys(match.keys), link=link)
-        return match
+    def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> Any:
+        """A call of the server's JSON API, after all that was sent before. None: no server, or it refused."""
+        reply = self._server.call(*_call(name, arguments or {}))
+        return self._server.parse_reply(lambda: json.loads(reply)) if reply is not None else None
 
     def pin(self, name: str, keys: Sequence[bytes], ttl: float | None = None) -> dict[str, int]:
         """As Cache.pin. The pin outlives this client, but not the server. Empty if no server answers."""
-        reply = self._server.call("LMTIER.PIN", name, *_lifetime(ttl), *pack_keys(keys))
-        return (self._server.parse_reply(lambda: read_fields(reply)) if reply is not None else None) or {}
+        lifetime = {} if ttl is None else {"seconds": seconds_of(ttl)}
+        return self.call("pin", {"name": name, "keys": [key.hex() for key in keys], **lifetime}) or {}
 
     def unpin(self, name: str) -> bool:
         """As Cache.unpin."""
-        return bool(self._server.call("LMTIER.UNPIN", name) == 1)
+        return bool(self.call("unpin", {"name": name}))
 
     def pinned(self) -> list[Pinned]:
         """As Cache.pinned. Empty if no server answers."""
-        reply = self._server.call("LMTIER.PINS")
-        if reply is None:
-            return []
-        return self._server.parse_reply(lambda: [Pinned(**each) for each in json.loads(reply)]) or []
+        found = self.call("pins") or []
+        return self._server.parse_reply(lambda: [Pinned(**each) for each in found]) or []
 
     def declare(self, identity: Identity, form: ChunkForm, lora: str = "") -> None:
         """Send how this engine makes its keys, so that users can name prompts by their tokens.
@@ -435,14 +430,13 @@ class Client:
 
     def hint(self, envelope: Mapping[str, Any], *, salt: str = "", session: str = "") -> None:
         """As Cache.hint, for the tenant of this salt. Does not wait for the server."""
-        envelope_json = json.dumps(envelope)
-        if max(map(len, (envelope_json, salt, session))) > MAX_BYTES:
+        arguments = {**envelope, "salt": salt, "session": session}
+        if len(json.dumps(arguments)) > MAX_BYTES:
             log.warning("lmtier: hints of more than %d bytes are not sent", MAX_BYTES)
             return
         link = self._server.reach()
         if link is not None and "SESSION" in link.options:
-            options = [word for pair in (("SALT", salt), ("SESSION", session)) if pair[1] for word in pair]
-            self._server.post("LMTIER.HINT", envelope_json, *options, then=self._hinted)
+            self._server.post(*_call("hints", arguments), then=self._hinted)
 
     def _hinted(self, reply: Any) -> None:
         if isinstance(reply, Error):
@@ -470,8 +464,7 @@ class Client:
         return bool(self._server.call("LMTIER.FLUSH", milliseconds, seconds=timeout) == 1)
 
     def clear(self, namespace: bytes = b"", *, force: bool = False) -> None:
-        prefix = ("PREFIX", namespace.hex()) if namespace else ()
-        self._server.call("LMTIER.CLEAR", *prefix, *(("FORCE",) if force else ()))
+        self.call("clear", {"force": force, **({"prefix": namespace.hex()} if namespace else {})})
 
     def changes(self) -> list[Change] | None:
         """The changes on the server since the last call. The first call starts it.
@@ -491,26 +484,20 @@ class Client:
         self._read_to = link.run_id, next_position
         return None if is_lost or (is_new and position_before is not None) else changes
 
-    def stats(self) -> dict[str, dict[str, int]]:
-        """As Cache.stats. Empty if no server answers."""
-        reply = self._server.call("LMTIER.STATS")
-        if reply is None:
-            return {}
-        stats = self._server.parse_reply(
-            lambda: {tier: read_fields(fields) for tier, fields in read_fields(reply).items()}
-        )
-        return stats or {}
-
     def report(self) -> dict[str, Any]:
         """The server's own report: its tiers, its load. Empty if no server answers."""
-        reply = self._server.call("LMTIER.REPORT")
-        if reply is None:
-            return {}
-        return self._server.parse_reply(lambda: dict(json.loads(reply))) or {}
+        return self.call("stats") or {}
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """As Cache.stats. Empty if no server answers."""
+        report, numbers = self.report(), ("chunks", "used", "capacity")
+        tiers = self._server.parse_reply(lambda: list(report["tiers"])) if report else None
+        owned = [tier for tier in tiers or () if tier["chunks"] is not None]
+        return {tier["tier"]: {name: tier[name] for name in numbers} for tier in owned}
 
     def check(self) -> None:
         """As Cache.check: AssertionError if an invariant of the server does not hold."""
-        reply = self._server.call("LMTIER.CHECK", errors=True)
+        reply = self._server.call(*_call("check", {}), errors=True)
         if isinstance(reply, Error):
             raise AssertionError(reply)
 
@@ -545,6 +532,12 @@ class Client:
         parse = self._server.parse_reply
         if not isinstance(reply, list) or parse(lambda: read_match(match, read_fields(reply))) is None:
             match.lose_server(limit)
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> list[Argument]:
+    """The request of a call. Its JSON is in pieces as long as a server accepts."""
+    text = json.dumps(arguments).encode()
+    return ["LMTIER.CALL", f"/api/{name}", *(text[at : at + _PIECE] for at in range(0, len(text), _PIECE))]
 
 
 def _words(options: Sequence[str], session: str, parent: str, source: str) -> list[Argument]:

@@ -7,7 +7,6 @@ that is not known here is for someone else, so it is counted and ignored.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,18 +118,8 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
-def read_envelope(text: bytes) -> list[Action]:
-    """The actions of an envelope. Raises MisuseError, in a sentence, if it has another shape."""
-    if len(text) > MAX_BYTES:
-        raise MisuseError(f"an envelope of hints has at most {MAX_BYTES} bytes")
-    try:
-        envelope = json.loads(text)
-    except (ValueError, RecursionError):
-        raise MisuseError("an envelope of hints is a JSON object") from None
-    return actions_of(envelope)
-
-
 def actions_of(envelope: object) -> list[Action]:
+    """The actions of an envelope. Raises MisuseError, in a sentence, if it has another shape."""
     if not isinstance(envelope, dict):
         raise MisuseError("an envelope of hints is a JSON object")
     if not is_name(envelope.get("protocol_version")) or not is_name(envelope.get("message_id")):

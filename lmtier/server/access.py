@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 from lmtier.config import TOKEN_VARIABLE, ServerConfig, first_line
@@ -53,18 +52,17 @@ RIGHTS: Final[Mapping[str, Right]] = {
     **_rows(Right(Role.NONE), "HELLO AUTH QUIT RESET /healthz /health /readyz"),
     **_rows(
         Right(Role.LOOK),
-        "PING ECHO TIME SELECT INFO COMMAND CONFIG CLIENT DBSIZE",
-        "LMTIER.REPORT LMTIER.HISTORY LMTIER.STATS LMTIER.EXPLAIN LMTIER.PINS LMTIER.MODELS",
-        "/ /metrics /version /api/stats /api/history /api/explain",
+        "PING ECHO TIME SELECT INFO COMMAND CONFIG CLIENT DBSIZE LMTIER.CALL",
+        "/ /metrics /version /api/stats /api/history /api/explain /api/pins /api/models",
     ),
     **_rows(
         Right(Role.ENGINE),
         "GET MGET GETRANGE STRLEN EXISTS MEMORY TYPE TTL PTTL SCAN KEYS SET SETNX SETEX PSETEX GETSET MSET",
         "GETDEL DEL UNLINK EXPIRE PEXPIRE EXPIREAT PEXPIREAT PERSIST MULTI EXEC DISCARD WATCH UNWATCH",
         "LMTIER.HELLO LMTIER.PRESENCE LMTIER.FORM LMTIER.COST LMTIER.TRACE LMTIER.MATCH LMTIER.MISSED",
-        "LMTIER.BRING LMTIER.SEEN LMTIER.PREFETCH LMTIER.POLL LMTIER.WAIT LMTIER.RELEASE LMTIER.VERIFIED",
-        "LMTIER.HAS LMTIER.READ LMTIER.MODEL LMTIER.TELL LMTIER.CHANGES LMTIER.SESSIONS LMTIER.FLUSH",
-        "LMTIER.HINT /api/hints",
+        "LMTIER.SEEN LMTIER.PREFETCH LMTIER.POLL LMTIER.WAIT LMTIER.RELEASE LMTIER.VERIFIED",
+        "LMTIER.HAS LMTIER.READ LMTIER.MODEL LMTIER.TELL LMTIER.CHANGES LMTIER.FLUSH",
+        "/api/sessions /api/hints /api/prefetch",
         "hint:prefetch hint:release hint:session_end hint:session_wait hint:demote",
     ),
     **_rows(Right(Role.ENGINE, is_audited=True), "hint:pin hint:retain hint:ttl"),
@@ -72,23 +70,31 @@ RIGHTS: Final[Mapping[str, Right]] = {
     **_rows(Right(Role.ENGINE, is_audited=True, needs_slab=True), "LMTIER.DISCARD"),
     **_rows(
         Right(Role.ADMIN, is_audited=True),
-        "FLUSHALL FLUSHDB CLIENT:KILL LMTIER.SET LMTIER.PIN LMTIER.UNPIN LMTIER.CLEAR LMTIER.FORGET",
-        "LMTIER.CHECK LMTIER.TAKEOVER LMTIER.EXPLAIN:TOKENS hint:ttl:keys",
+        "FLUSHALL FLUSHDB CLIENT:KILL LMTIER.TAKEOVER hint:ttl:keys",
+        "/api/pin /api/unpin /api/set /api/clear /api/forget /api/check /api/explain:tokens",
     ),
 }
-"""Each command, verb and page, and each action of hints. What a word of it changes has a separate row."""
-
-_WORDS = {b"CLIENT": (1, b"KILL"), b"LMTIER.EXPLAIN": (-1, b"TOKENS")}
-"""Commands of which one word has a separate row, and where that word is."""
+"""Each command, verb, page and call, and each action of hints. What takes more has a separate row."""
 
 
 def right_to(name: bytes, arguments: Sequence[Argument] = ()) -> Right:
     """Who may run this command. `arguments` include its name."""
-    if name in _WORDS and len(arguments) > 1:
-        at, word = _WORDS[name]
-        if bytes(arguments[at]).upper() == word:
-            return RIGHTS[f"{name.decode()}:{word.decode()}"]
+    if name == b"CLIENT" and len(arguments) > 1 and bytes(arguments[1]).upper() == b"KILL":
+        return RIGHTS["CLIENT:KILL"]
     return RIGHTS[name.decode()]
+
+
+def right_to_call(path: str, arguments: Mapping[str, object]) -> Right:
+    """Who may make this call. With some arguments it takes more."""
+    rows = [f"{path}:{name}" for name, value in arguments.items() if value]
+    return next((RIGHTS[row] for row in rows if row in RIGHTS), RIGHTS[path])
+
+
+def why_not(needed: Role) -> str:
+    """What a client lacks that needs this role."""
+    if needed is Role.ADMIN:
+        return "this needs the token of an administrator (admin_token_file)"
+    return "this needs the token of an engine: one for looking may do nothing else"
 
 
 NAMES = {Role.LOOK: "look_token_file", Role.ENGINE: "token_file", Role.ADMIN: "admin_token_file"}
@@ -196,9 +202,8 @@ class WrongTokens:
 
 
 def write_audit(who: str, words: Sequence[Argument], *, refused: bool = False) -> None:
-    """Write to the audit who does what. A salt may be a secret, so it is not written."""
+    """Write to the audit who does what."""
     shown = [_printable(bytes(word[:_WORD])) + "…" * (len(word) > _WORD) for word in words[:_SHOWN]]
-    shown = ["…" if previous.upper() == "SALT" else word for previous, word in pairwise(["", *shown])]
     if len(words) > _SHOWN:
         shown.append(f"and {len(words) - _SHOWN:,} more")
     text = " ".join(shown)

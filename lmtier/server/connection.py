@@ -47,7 +47,7 @@ _BUFFERS = 64  # in one system call
 _SLOWEST = 16 << 10  # bytes per second that a transfer must average to be worth its memory
 _FIRST = 10.0  # seconds at the start of a transfer without this limit
 
-_NOT_RESTARTABLE = (b"LMTIER.RESERVE", b"LMTIER.FORGET", b"LMTIER.HINT")
+_NOT_RESTARTABLE = (b"LMTIER.RESERVE", b"LMTIER.CALL")
 """Verbs that another process must not begin again: they hold room here, or tell what they have changed."""
 
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, InterruptedError)
@@ -193,10 +193,13 @@ class Connection(Channel):
         self._turn_ends = 0.0
         self.needs_turn = False
         """Its turn ended before its work. It needs another turn, because no event will follow."""
+        self.speaks_http = False
+        """Its first line is one of HTTP: make an `HttpConnection` of it, and read nothing until then."""
 
     @property
     def wants_input(self) -> bool:
-        return self._pending_answer is None and not self.caller.closing and not self._is_full
+        is_ready = self._pending_answer is None and not self.speaks_http
+        return is_ready and not self.caller.closing and not self._is_full
 
     @property
     def is_mid_request(self) -> bool:
@@ -274,7 +277,10 @@ class Connection(Channel):
 
     def _next(self) -> bool:
         """Run the next complete command. False: there is none."""
-        if self.caller.closing:
+        if self.caller.closing or self.speaks_http:
+            return False
+        if not self.caller.command_count and self._commands.begins_as_http:
+            self.speaks_http = True
             return False
         try:
             args = self._commands.next()
@@ -373,6 +379,10 @@ class Connection(Channel):
         self._commands.restore(bytes.fromhex(dumped["input"]))
         self.needs_turn = True
 
+    def take_input(self) -> bytes:
+        """What was received and is no command."""
+        return self._commands.unread() or b""
+
     def is_receiving(self) -> bool:
         return self._commands.in_command and self._pending_answer is None and not self.needs_turn
 
@@ -386,7 +396,7 @@ class Connection(Channel):
 
 
 class HttpConnection(Channel):
-    """A browser, or Prometheus."""
+    """A browser, Prometheus, or an operator's tool."""
 
     def __init__(self, sock: socket.socket, conversation: Conversation, caller: Caller) -> None:
         super().__init__(sock, caller)
@@ -394,9 +404,18 @@ class HttpConnection(Channel):
         self._last = False  # nothing more will be answered
         self._late: Reply | None = None
 
+    @classmethod
+    def of(cls, connection: Connection, conversation: Conversation) -> HttpConnection:
+        """Go on with a connection whose first line is one of HTTP."""
+        successor = cls(connection.sock, conversation, connection.caller)
+        successor.opened_at, successor.received = connection.opened_at, connection.received
+        conversation.feed(connection.take_input())
+        connection.is_open = False
+        return successor
+
     @property
     def needs_turn(self) -> bool:
-        return self._conversation.is_answering
+        return self._conversation.needs_turn
 
     @property
     def wants_input(self) -> bool:
@@ -404,15 +423,21 @@ class HttpConnection(Channel):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its next answer has to be late."""
-        return self._late is not None
+        """Whether its next answer has to be late, or waits for a tier."""
+        return self._late is not None or self._conversation.is_answering
 
     @property
     def is_idle(self) -> bool:
-        return not (self.unsent_bytes or self._late or self.needs_turn)
+        return not (self.unsent_bytes or self.is_waiting)
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether its client loses no answer if this process ends."""
+        return self.is_idle
 
     def is_receiving(self) -> bool:
-        return True  # a browser's connection may be idle for as long as a transfer
+        """A browser's connection may be idle for as long as a transfer; a call may take longer."""
+        return not self._conversation.is_answering
 
     @property
     def held_bytes(self) -> int:
@@ -422,9 +447,14 @@ class HttpConnection(Channel):
     is_mid_request = False
     """A browser connects before it asks, and keeps its connection afterwards: no reason for a warning."""
 
+    def close(self) -> None:
+        if self.is_open:
+            super().close()
+            self._conversation.close()
+
     def read_and_run(self) -> None:
         buffer = memoryview(bytearray(_INPUT))
-        count = 0 if self.needs_turn else self.read(buffer)
+        count = self.read(buffer) if self.wants_input else 0
         if count and not self._last:
             self._conversation.feed(buffer[:count])
         self.run_and_send()

@@ -47,6 +47,12 @@ class ConnectionTable:
     def add(self, connection: Connection | HttpConnection) -> None:
         self.by_fd[connection.fd] = connection
 
+    def replace(self, connection: Connection, successor: HttpConnection) -> None:
+        """The same client, which speaks another protocol."""
+        self.by_fd[connection.fd] = successor
+        if connection.fd in self._strangers:
+            self._strangers[connection.fd] = successor
+
     def set_trust(self, connection: Connection | HttpConnection, *, is_known: bool) -> None:
         """What it has shown may have changed."""
         (self.unknown.discard if is_known else self.unknown.add)(connection.fd)

@@ -6,7 +6,7 @@ from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.errors import log
-from lmtier.server.access import RIGHTS, Right, Role, right_to, write_audit
+from lmtier.server.access import RIGHTS, Right, right_to, why_not, write_audit
 from lmtier.server.commands import ALREADY_SENT, Argument, Caller, Command, Refused, Table, error_of
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
@@ -127,9 +127,7 @@ def _audited(name: bytes, command: Command) -> Command:
 def _refused(caller: Caller, right: Right, args: list[Argument]) -> Error:
     if right.is_audited:
         write_audit(str(caller), args, refused=True)
-    if right.role is Role.ADMIN:
-        return Error("NOPERM this needs the token of an administrator (admin_token_file)")
-    return Error(f"NOPERM '{caller.last}' needs the token of an engine: this one may only look")
+    return Error(f"NOPERM {why_not(right.role)}")
 
 
 def _unknown(args: list[Argument]) -> Error:

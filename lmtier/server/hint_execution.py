@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Sequence
+from typing import Any
 
 from lmtier.core.cache import Cache
 from lmtier.rules.hints import ACTIONS, REFUSED, Action, ActionResult
@@ -14,8 +14,8 @@ _PAUSE = b""
 
 def run_hints(
     cache: Cache, actions: Sequence[Action], of: bytes, session: str, who: str, role: Role
-) -> Generator[bytes, None, str]:
-    """Execute them for a tenant, one in each turn. Returns the results, as JSON."""
+) -> Generator[bytes, None, list[dict[str, Any]]]:
+    """Execute them for a tenant, one in each turn. Returns the results."""
     rights = [_right_to(action) for action in actions]
     for is_allowed in (True, False):  # each a line
         audit_words = [
@@ -25,7 +25,7 @@ def run_hints(
             if right.is_audited and (role >= right.role) is is_allowed
         ]
         if audit_words:
-            write_audit(who, [b"LMTIER.HINT", *audit_words], refused=not is_allowed)
+            write_audit(who, [b"/api/hints", *audit_words], refused=not is_allowed)
     results = []
     for action, right in zip(actions, rights, strict=True):
         if role >= right.role:
@@ -35,7 +35,7 @@ def run_hints(
             why = f"{action.type} of keys needs the token of an administrator; name a session"
             results.append(ActionResult(action.id, action.type, REFUSED, why))
         yield _PAUSE
-    return json.dumps([result._asdict() for result in results])
+    return [result._asdict() for result in results]
 
 
 def _right_to(action: Action) -> Right:

@@ -1,6 +1,10 @@
-"""HTTP/1.1 for browsers, Prometheus and routers: bytes in, bytes out; no sockets here.
+"""HTTP/1.1 for browsers, Prometheus, routers and operators: bytes in, bytes out; no sockets here.
 
-Pages are read with GET and HEAD. A form takes a JSON body with POST, and always needs the token.
+Pages, and calls that change nothing, are read with GET and HEAD. Other calls take a JSON body with POST.
+
+    the listener for HTTP         without a token a client may look, because a page in a browser may send it
+    the Redis port and the Unix   without a token it may do what it may with RESP; only health probes differ:
+    socket                        they need what a look needs
 
 The owner of the socket feeds the received bytes to a `Conversation` and sends the result of `next`. A request
 must be well-formed to the byte, so that a proxy in front cannot be made to read it differently.
@@ -12,7 +16,7 @@ import binascii
 import ipaddress
 import json
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
@@ -20,20 +24,19 @@ from typing import NamedTuple, TypeAlias
 
 from lmtier._version import __version__
 from lmtier.core.cache import Cache
-from lmtier.errors import MisuseError
-from lmtier.format.keys import tenant
-from lmtier.rules.hints import actions_of
-from lmtier.server.access import RIGHTS, Right, Role, RoleTokens
-from lmtier.server.explain import Explain
-from lmtier.server.hint_execution import run_hints
+from lmtier.errors import log
+from lmtier.server.access import RIGHTS, Right, Role, RoleTokens, why_not, write_audit
+from lmtier.server.api import Api, Asker
+from lmtier.server.commands import PAUSE, Caller, PendingAnswer, Refused, error_of
 from lmtier.server.report import Report
 
 MAX_HEAD = 16 << 10
 """Bytes of a request line and its headers."""
-MAX_BODY = 256 << 10
-"""Bytes of a form."""
 FOR_ALL = frozenset({"/metrics"})
 """The pages that every user of this host may read where no token is needed: Prometheus has its own user."""
+
+_STATUS = {"LOADING": 503, "TRYAGAIN": 503, "BROKEN": 500, "NOSUCH": 404}
+"""By the code of an error; others are 400."""
 
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
@@ -73,11 +76,6 @@ class Response(NamedTuple):
 
 
 Pages: TypeAlias = "Mapping[str, Callable[[], Response]]"
-Answering: TypeAlias = "Generator[bytes, None, Response]"
-"""A response that takes long. It yields where other connections may have their turns."""
-Form: TypeAlias = "Callable[[bytes, str, Role], Response | Answering]"
-"""Takes a body, who sent it, and what that client may do."""
-Forms: TypeAlias = "Mapping[str, Form]"
 
 
 class Reply(NamedTuple):
@@ -92,14 +90,17 @@ class Reply(NamedTuple):
 class _Refusal(Exception):
     """A request that is answered with an error, after which the connection is closed."""
 
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
+    def __init__(
+        self, status: int, why: str, headers: tuple[tuple[str, str], ...] = (), at: float = 0.0
+    ) -> None:
+        super().__init__(why)
+        self.response = sentence(status, why, headers)._replace(at=at)
 
 
 class _Request(NamedTuple):
     method: str
     path: str
+    query: str
     headers: dict[str, str]
     keep: bool
 
@@ -110,78 +111,90 @@ class _Request(NamedTuple):
 
 
 class Http:
-    """The served pages and forms, and who may use them."""
+    """The served pages and calls, and who may use them."""
 
     def __init__(
         self,
         pages: Pages,
+        api: Api | None = None,
         tokens: Callable[[], RoleTokens] = lambda: RoleTokens({}),
         wrong: Callable[[str], float] = lambda address: 0.0,
         names: Iterable[str] = (),
-        forms: Forms | None = None,
     ) -> None:
         """`wrong` notes that this address showed a wrong token, and returns the time of the answer.
 
         `names` are the names of this host under which a browser may ask, beside `localhost`.
         """
         self._pages = pages
-        self._forms = forms or {}
+        self.api = api
+        self.calls = {} if api is None else api.calls
         self._tokens = tokens
         self._wrong = wrong
         self._names = {name.lower() for name in names}
 
-    def conversation(self, address: str = "", foreign: str = "") -> Conversation:
-        """A new conversation, for one connection. `foreign`: why its client is not this user's."""
-        return Conversation(self, address, foreign)
+    def conversation(self, caller: Caller) -> Conversation:
+        """A new conversation, for one connection."""
+        return Conversation(self, caller)
 
-    def answer(
-        self, method: str, path: str, headers: Mapping[str, str], address: str, foreign: str = ""
-    ) -> Response:
-        """The answer to a request without a body."""
-        role_needed = RIGHTS.get(path, Right(Role.LOOK)).role
-        if role_needed:  # Kubernetes has no token for its probes
-            tokens, authorization = self._tokens(), headers.get("authorization", "")
-            token = _token_in(authorization) if authorization else None
-            if token is None or tokens.role_of(token) < Role.LOOK:
-                if foreign and tokens.role_without_token() and path not in FOR_ALL:
-                    return sentence(403, foreign.partition(" ")[2])
-                if not tokens.role_without_token() or (path in self._forms and tokens):
-                    answer_at = self._wrong(address) if authorization else 0.0
-                    why = "send the token as Authorization: Bearer, or as the password"
-                    return sentence(401, why, _CHALLENGE)._replace(at=answer_at)
-                if not self._is_own(headers.get("host", "")):
-                    why = "this host has no such name: a web page may have sent your browser here; use its"
-                    return sentence(421, f"{why} address, or add the name to http_names in [serve]")
-        if path in self._forms:
-            return sentence(405, f"{path} takes a JSON body with POST", (("Allow", "POST"),))
-        if method not in ("GET", "HEAD"):
-            return sentence(405, f"{method} is not supported; use GET or HEAD", (("Allow", "GET, HEAD"),))
-        if path not in self._pages:
-            return sentence(404, f"no such page; there are {', '.join(sorted(self._pages))}")
-        return self._pages[path]()
-
-    def form(self, request: _Request, address: str) -> Callable[[bytes], Response | Answering] | None:
-        """What takes the body of this request; None: `answer` answers it."""
-        if request.method != "POST" or request.path not in self._forms:
-            return None
-        tokens = self._tokens()
-        if not tokens:  # any page in a browser can send a form; it cannot know a token
-            raise _Refusal(403, "this needs a token: start the server with --token-file")
-        token = _token_in(request.headers.get("authorization", ""))
+    def admit(self, request: _Request, caller: Caller) -> Role:
+        """The role of who asks. Raises _Refusal."""
+        tokens, authorization = self._tokens(), request.headers.get("authorization", "")
+        token = _token_in(authorization) if authorization else None
         role = Role.NONE if token is None else tokens.role_of(token)
-        if role is Role.NONE:
-            return None
-        if role < RIGHTS[request.path].role:
-            raise _Refusal(403, "this token may look, and do nothing else")
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        needed, is_for_web = RIGHTS.get(request.path, Right(Role.LOOK)), caller.kind == "http"
+        if not needed.role and is_for_web:  # Kubernetes has no token for its probes
+            return role
+        least = max(needed.role, Role.LOOK)
+        caller.role = role or caller.role  # who has shown a token is no stranger
+        if role >= least:
+            return role
+        if role:
+            if needed.is_audited:
+                write_audit(_asker(caller, role).name, [request.path.encode()], refused=True)
+            raise _Refusal(403, why_not(least))
+        free = tokens.role_without_token(caller.foreign_reason, is_local=caller.is_local)
+        if is_for_web:
+            is_for_all = request.path in FOR_ALL and bool(tokens.role_without_token())
+            free = Role.LOOK if is_for_all else min(free, Role.LOOK)
+        if free >= least:
+            if not self._is_own(request.headers.get("host", "")):
+                why = "this host has no such name: a web page may have sent your browser here; use its"
+                raise _Refusal(421, f"{why} address, or add the name to http_names in [serve]")
+            return free
+        if caller.foreign_reason:
+            raise _Refusal(403, caller.foreign_reason.partition(" ")[2])
+        if not tokens:  # any page in a browser can send a body; it cannot know a token
+            raise _Refusal(403, "this needs a token here: start the server with --token-file")
+        if authorization:
+            raise _Refusal(401, "this token is wrong", _CHALLENGE, self._wrong(caller.address))
+        why = "send the token as Authorization: Bearer, or as the password"
+        raise _Refusal(401, why, _CHALLENGE)
+
+    def page(self, request: _Request) -> Response:
+        """The page of a request without a body."""
+        if request.method not in ("GET", "HEAD"):
+            why = f"{request.method} is not supported; use GET or HEAD"
+            raise _Refusal(405, why, (("Allow", "GET, HEAD"),))
+        if request.path not in self._pages:
+            raise _Refusal(404, f"no such page; there are {', '.join(sorted({*self._pages, *self.calls}))}")
+        return self._pages[request.path]()
+
+    def check_body(self, request: _Request, caller: Caller) -> None:
+        """Whether a call gets the body of this request. Raises _Refusal."""
+        headers, call = request.headers, self.calls[request.path]
+        if request.method != "POST":
+            raise _Refusal(405, f"{request.path} takes a JSON body with POST", (("Allow", "POST"),))
+        # A page of another site cannot send this type unasked, and its browser says where it comes from.
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise _Refusal(415, "send JSON, with Content-Type: application/json")
-        if "content-length" not in request.headers:
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
+            log.warning("lmtier: %s sends what a web page of another site wants", caller.address)
+            raise _Refusal(403, "a page of another site sends this")
+        if "content-length" not in headers:
             raise _Refusal(411, "send the length of the body, as Content-Length")
-        if request.length > MAX_BODY:
-            raise _Refusal(413, f"the body has at most {MAX_BODY} bytes")
-        sender = f"http 'client' at {address} ({role.name.lower()})"
-        form = self._forms[request.path]
-        return lambda body: form(body, sender, role)
+        if request.length > call.max_body:
+            raise _Refusal(413, f"the body has at most {call.max_body} bytes")
 
     def _is_own(self, host: str) -> bool:
         """Whether the Host header names this host.
@@ -216,14 +229,16 @@ class Conversation:
     It holds at most one head or body, and the bytes after it.
     """
 
-    def __init__(self, http: Http, address: str = "", foreign: str = "") -> None:
+    def __init__(self, http: Http, caller: Caller) -> None:
         self._http = http
-        self._address, self._foreign = address, foreign
+        self._caller = caller
         self._input = bytearray()
-        self._form: tuple[_Request, Callable[[bytes], Response | Answering]] | None = None
-        """A request whose body has not come yet, and what takes it."""
-        self._answering: tuple[_Request, Answering] | None = None
-        """A request whose response takes long."""
+        self._bodiless: tuple[_Request, Role] | None = None
+        """A call whose body has not come yet, and the role of who makes it."""
+        self._answering: tuple[_Request, PendingAnswer] | None = None
+        """A call whose response takes long."""
+        self.needs_turn = False
+        """The turn of that call ended before its work."""
         self._is_closing = False
 
     @property
@@ -234,12 +249,18 @@ class Conversation:
     @property
     def held_bytes(self) -> int:
         """The bytes of the requests that it has not answered, about."""
-        return len(self._input) + (MAX_BODY if self.is_answering else 0)
+        return len(self._input) + (self._answering[0].length if self._answering is not None else 0)
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Add received bytes. After the last reply they are ignored."""
         if not self._is_closing:
             self._input += data
+
+    def close(self) -> None:
+        """The client has gone: end what runs for it."""
+        if self._answering is not None:
+            self._answering[1].close()
+            self._answering, self.needs_turn = None, False
 
     def next(self) -> Reply | None:
         """The reply to the next whole request; None if there is none (yet).
@@ -250,47 +271,72 @@ class Conversation:
             return None
         if self._answering is not None:
             return self._answer_on(*self._answering)
-        try:
-            if self._form is None:
+        if self._bodiless is None:
+            try:
                 head = self._head()
                 if head is None:
                     return None
                 request = parse(head)
-                if (form := self._http.form(request, self._address)) is not None:
-                    self._form = request, form
-            if self._form is not None:
-                return self._fill(*self._form)
-        except _Refusal as refusal:
-            return self._reply(sentence(refusal.status, str(refusal)), with_body=True, keep=False)
-        response = self._http.answer(
-            request.method, request.path, request.headers, self._address, self._foreign
-        )
-        has_body = (
-            request.headers.get("content-length", "0").strip("0") or "transfer-encoding" in request.headers
-        )
-        if has_body and response.status not in (401, 403, 405, 421):
-            response = sentence(413, "requests have no body here")
-        return self._reply(response, request.method != "HEAD", request.keep and not has_body)
+            except _Refusal as refusal:
+                return self._reply(refusal.response, with_body=True, keep=False)
+            length = request.headers.get("content-length", "0").strip("0")
+            has_body = bool(length) or "transfer-encoding" in request.headers
+            try:
+                response = self._begin(request, has_body)
+            except _Refusal as refusal:
+                response = refusal.response
+            if response is not None:
+                return self._reply(response, request.method != "HEAD", request.keep and not has_body)
+            if self._answering is not None:
+                return self._answer_on(*self._answering)
+        assert self._bodiless is not None
+        return self._fill(*self._bodiless)
 
-    def _fill(self, request: _Request, form: Callable[[bytes], Response | Answering]) -> Reply | None:
-        """Give the form its body, once all of it is here."""
+    def _begin(self, request: _Request, has_body: bool) -> Response | None:
+        """The response to a page. None: a call is made, as soon as its body has come. Raises _Refusal."""
+        http, role = self._http, self._http.admit(request, self._caller)
+        call = http.calls.get(request.path)
+        if call is not None and call.method == "POST":
+            http.check_body(request, self._caller)
+            self._bodiless = request, role
+            return None
+        if has_body and request.method in ("GET", "HEAD"):
+            raise _Refusal(413, "requests have no body here")
+        if call is None or request.method not in ("GET", "HEAD"):
+            return http.page(request)
+        self._answering = request, self._called(request, role, None)
+        return None
+
+    def _fill(self, request: _Request, role: Role) -> Reply | None:
+        """Make a call with its body, once all of it is here."""
         if len(self._input) < request.length:
             return None
-        self._form = None
+        self._bodiless = None
         body = bytes(self._input[: request.length])
         del self._input[: request.length]
-        answer = form(body)
-        if isinstance(answer, Response):
-            return self._reply(answer, with_body=True, keep=request.keep)
-        self._answering = request, answer
-        return self._answer_on(request, answer)
+        self._answering = request, self._called(request, role, body)
+        return self._answer_on(*self._answering)
 
-    def _answer_on(self, request: _Request, answering: Answering) -> Reply | None:
+    def _called(self, request: _Request, role: Role, body: bytes | None) -> PendingAnswer:
+        """The response to a call."""
+        api, path = self._http.api, request.path
+        assert api is not None
         try:
-            next(answering)
+            arguments = api.parse_query(request.query) if body is None else api.parse(path, body)
+            return Response(200, JSON, (yield from api.run(path, arguments, _asker(self._caller, role))))
+        except (Refused, OSError) as failure:
+            error = error_of(failure)
+        if error.code == "NOPERM":
+            has_token = "authorization" in request.headers
+            return sentence(403 if has_token else 401, error.sentence, () if has_token else _CHALLENGE)
+        return sentence(_STATUS.get(error.code, 400), error.sentence)
+
+    def _answer_on(self, request: _Request, answering: PendingAnswer) -> Reply | None:
+        try:
+            self.needs_turn = next(answering) == PAUSE
         except StopIteration as end:
-            self._answering = None
-            return self._reply(end.value, with_body=True, keep=request.keep)
+            self._answering, self.needs_turn = None, False
+            return self._reply(end.value, request.method != "HEAD", request.keep)
         return None
 
     def _head(self) -> bytes | None:
@@ -358,36 +404,20 @@ def parse(head: bytes) -> _Request:
     keep = "close" not in connection_options and (minor != "0" or "keep-alive" in connection_options)
     if target.lower().startswith(("http://", "https://")):  # the form for proxies
         target = "/" + target.split("://", 1)[1].partition("/")[2]
-    return _Request(method, target.partition("?")[0], headers, keep)
+    path, _, query = target.partition("?")
+    return _Request(method, path, query, headers, keep)
 
 
 def sentence(status: int, error: str, headers: tuple[tuple[str, str], ...] = ()) -> Response:
     return Response(status, JSON, json.dumps({"error": error}).encode() + b"\n", headers)
 
 
-def forms(cache: Cache) -> dict[str, Form]:
-    """What takes a body, by path."""
-
-    def answering(steps: Generator[bytes, None, str]) -> Answering:
-        return Response(200, JSON, (yield from steps).encode())
-
-    def hints(body: bytes, who: str, role: Role) -> Response | Answering:
-        try:
-            envelope = json.loads(body)
-            salt, session = (envelope.pop(name, "") for name in ("salt", "session")) if envelope else ("", "")
-            if not isinstance(salt, str) or not isinstance(session, str):
-                raise MisuseError("salt and session are text")
-            return answering(run_hints(cache, actions_of(envelope), tenant(salt), session, who, role))
-        except (ValueError, RecursionError, AttributeError, TypeError):
-            return sentence(400, "the body is an envelope of hints: a JSON object")
-        except MisuseError as error:
-            return sentence(400, str(error))
-
-    return {"/api/hints": hints}
+def _asker(caller: Caller, role: Role) -> Asker:
+    return Asker(f"http 'client' at {caller.address} ({role.name.lower()})", role)
 
 
-def routes(cache: Cache, report: Report, explain: Explain) -> dict[str, Callable[[], Response]]:
-    """All pages of a server, by path. None of them contains a prompt's tokens."""
+def routes(cache: Cache, report: Report) -> dict[str, Callable[[], Response]]:
+    """All pages of a server, by path."""
     page = Path(__file__).with_name("page.html").read_bytes()
 
     def alive() -> Response:  # the thread that could be stuck sends this answer itself
@@ -404,7 +434,4 @@ def routes(cache: Cache, report: Report, explain: Explain) -> dict[str, Callable
         "/health": alive,
         "/readyz": ready,
         "/version": lambda: Response(200, JSON, json.dumps({"version": __version__}).encode()),
-        "/api/stats": lambda: Response(200, JSON, json.dumps(report.snapshot()).encode()),
-        "/api/history": lambda: Response(200, JSON, report.history.to_json()),
-        "/api/explain": lambda: Response(200, JSON, json.dumps(explain.recent()).encode()),
     }

@@ -10,7 +10,6 @@ Nothing here blocks. A turn is bounded in bytes, and only the caller that needs 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import select
 import signal
@@ -29,14 +28,14 @@ from lmtier.format.keys import is_value
 from lmtier.observe.metrics import Metrics
 from lmtier.server import takeover, tracing
 from lmtier.server.access import Role, WrongTokens
-from lmtier.server.commands import Argument, Caller, Command, Refused
+from lmtier.server.arguments import read_shard
+from lmtier.server.commands import Caller, Command, Refused
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.connection_table import ConnectionTable
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.engines import EngineVerbs
-from lmtier.server.engines.arguments import read_shard
 from lmtier.server.engines.engine_sessions import EngineSession
-from lmtier.server.http import Http, forms, routes
+from lmtier.server.http import Http, routes
 from lmtier.server.ledger import Ledger
 from lmtier.server.listening import Listener, Listeners, format_address
 from lmtier.server.peers import peer_of
@@ -132,7 +131,17 @@ class Server:
             raise
         self._values = Values(self.cache)
         self._transactions = Transactions(self._values)
-        self._engines = EngineVerbs(self.cache, self._log, self._tracing)
+        self._report = Report(
+            self.cache,
+            self._connections.clients,
+            self._started,
+            most_clients=serving.clients,
+            gpu_hour=serving.gpu_hour,
+            name=self._name(),
+        )
+        self._engines = EngineVerbs(
+            self.cache, self._log, self._tracing, self._report, self._transactions.alone
+        )
         handover = arrival.handover if arrival else None
         sessions = self._engines.restore_sessions(handover) if handover else []
         self._publish()
@@ -149,8 +158,6 @@ class Server:
             **redis_table(self._values, service),
             **self._transactions.table(),
             **self._engines.table(),
-            b"LMTIER.REPORT": Command(self._tell_report, 1),
-            b"LMTIER.HISTORY": Command(lambda *_: self._report.history.to_json(), 1),
         }
         self._takeover_sender = TakeoverSender(
             self.cache,
@@ -165,20 +172,12 @@ class Server:
         table[b"LMTIER.TAKEOVER"] = self._takeover_sender.command()
         service.everything = table
         self._dispatch = Dispatch(self.cache, self._values, self._transactions, table)
-        self._report = Report(
-            self.cache,
-            self._connections.clients,
-            self._started,
-            most_clients=serving.clients,
-            gpu_hour=serving.gpu_hour,
-            name=self._name(),
-        )
         self._http = Http(
-            routes(self.cache, self._report, self._engines.explain),
+            routes(self.cache, self._report),
+            self._engines.api,
             lambda: self._listeners.tokens,
             partial(self._wrong.register, "http"),
             (*serving.http_names.replace(",", " ").split(), socket.gethostname()),
-            forms(self.cache),
         )
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
         if arrival is not None:
@@ -192,11 +191,6 @@ class Server:
         addresses = dict(reversed(self.addresses))  # the first one of each kind
         where = next((addresses[kind] for kind in ("redis", "unix", "http") if kind in addresses), "")
         return ", ".join(filter(None, (socket.gethostname(), where)))
-
-    def _tell_report(self, caller: Caller, command: list[Argument]) -> str:
-        if caller.kind == "redis":  # who watches a server is none of its clients
-            caller.kind = "console"
-        return json.dumps(self._report.snapshot())
 
     def _publish(self) -> None:
         serving = self.serving
@@ -355,7 +349,7 @@ class Server:
         elif (door := self._listeners.by_fd.get(fd)) is not None:
             self._accept(door)
 
-    def _give_turn(self, connection: Connection) -> None:
+    def _give_turn(self, connection: Connection | HttpConnection) -> None:
         connection.read_and_run() if connection.wants_input else connection.run_and_send()
         self._update_events(connection)
 
@@ -382,6 +376,8 @@ class Server:
         fd = connection.fd
         if self._connections.by_fd.get(fd) is not connection:
             return
+        if isinstance(connection, Connection) and connection.speaks_http:
+            connection = self._speak_http(connection)
         if not connection.is_open:
             self._forget(fd, connection)
             return
@@ -398,6 +394,17 @@ class Server:
             self._ledger.note(session, session.held_bytes)
         is_resumable = connection.is_waiting or connection.needs_turn
         (self._resumable.add if is_resumable else self._resumable.discard)(connection)
+
+    def _speak_http(self, connection: Connection) -> HttpConnection:
+        """Go on with an operator's tool on the port of Redis clients, or on the Unix socket."""
+        caller = connection.caller
+        caller.kind = "console"  # who watches a server is none of its clients
+        successor = HttpConnection.of(connection, self._http.conversation(caller))
+        self._connections.replace(connection, successor)
+        self._resumable.discard(connection)
+        self._ledger.note(connection, 0)
+        successor.run_and_send()
+        return successor
 
     def _forget(self, fd: int, connection: Connection | HttpConnection) -> None:
         del self._masks[fd]
@@ -595,7 +602,7 @@ class Server:
         forks.close_in_child(sock)
         if kind == "http":
             caller.kind, caller.role = kind, Role.NONE  # its token comes with each request
-            return HttpConnection(sock, self._http.conversation(address, caller.foreign_reason), caller)
+            return HttpConnection(sock, self._http.conversation(caller), caller)
         caller.role = self._listeners.tokens.role_without_token(
             caller.foreign_reason, is_local=caller.is_local
         )

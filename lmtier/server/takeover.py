@@ -33,11 +33,11 @@ from lmtier.core.slab import SEALS, SHARED
 from lmtier.errors import ConfigError, log, size_text
 from lmtier.format.handover_file import MAX_BYTES, VERSION, HandoverFile, HandoverFileError
 from lmtier.observe.metrics import Metrics
+from lmtier.server.arguments import read_number
 from lmtier.server.commands import Argument, Caller, Command, Refused, WithDescriptor
-from lmtier.server.connection import Connection
+from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.connection_table import ConnectionTable
 from lmtier.server.engines import EngineVerbs
-from lmtier.server.engines.arguments import read_number
 from lmtier.server.listening import Listeners
 from lmtier.wire.reply_reader import ReplyReader
 from lmtier.wire.resp import INCOMPLETE, encode_command
@@ -62,7 +62,7 @@ class TakeoverSender:
         roster: ConnectionTable,
         doors: Listeners,
         watch: Callable[[int], None],
-        give_turn: Callable[[Connection], None],
+        give_turn: Callable[[Connection | HttpConnection], None],
         is_in_transaction: Callable[[], bool],
         tell_report: Callable[[], dict[str, Any]],
     ) -> None:
@@ -168,9 +168,9 @@ class TakeoverSender:
             time.sleep(0.001)
         return busy_reason
 
-    def _busy_connections(self) -> list[Connection]:
-        """The connections that cannot go over at this moment."""
-        return [each for each in self._roster if isinstance(each, Connection) and not each.can_hand_over]
+    def _busy_connections(self) -> list[Connection | HttpConnection]:
+        """The connections that cannot go over, or end, at this moment."""
+        return [each for each in self._roster if not each.can_hand_over]
 
     def _send(self, began: float) -> None:
         assert self._takeover_socket is not None

@@ -177,6 +177,12 @@ class Transactions:
                 return self._wait_then_start(caller, command, args, names, number)
         return self._start(caller, command, args)
 
+    def alone(self, steps: PendingAnswer) -> PendingAnswer:
+        """Run what may delete any name, as FLUSHALL does."""
+        command = Command(lambda *_: steps, 1, ("write",), writes_any_name=True)
+        started: PendingAnswer = self.run(Caller(0, ""), command, [])
+        return started
+
     def _must_wait(self, command: Command, names: set[bytes], number: int) -> bool:
         """Whether one of these names is in use now or, before a write, waited for since before `number`."""
         if "write" in command.flags:

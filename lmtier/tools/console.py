@@ -1,4 +1,4 @@
-"""A connection of the command line to a server: its address, one request at a time, and clear errors.
+"""The command line's requests to a server: its address, one request at a time over HTTP, and clear errors.
 
 Servers are not trusted: every wait has a limit, and no byte from a server can control the terminal.
 """
@@ -6,13 +6,14 @@ Servers are not trusted: every wait has a limit, and no byte from a server can c
 from __future__ import annotations
 
 import json
+import re
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
-from urllib.parse import unquote, urlsplit
+from typing import Any, NamedTuple, cast
+from urllib.parse import unquote, urlencode, urlsplit
 
 from lmtier.config import ServerConfig, host_and_port
 from lmtier.errors import ConfigError, LMTierError
@@ -21,11 +22,13 @@ from lmtier.server.report import Snapshot, TierNow, Tokens
 from lmtier.server.verdicts import Verdict
 from lmtier.tools.terminal import printable
 from lmtier.wire.certificates import client_context
-from lmtier.wire.reply_reader import ReplyReader
-from lmtier.wire.resp import INCOMPLETE, Error, ProtocolError, encode_command
 
 TIMEOUT = 5.0
 PORT = 6380
+_MAX_HEAD = 64 << 10  # bytes
+_MAX_ANSWER = 64 << 20
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) [^\r\n]*\r\n")
+_LENGTH = re.compile(rb"\r\nContent-Length: *(\d{1,9})\r\n", re.IGNORECASE)
 _STRANGE = "sends data that this version of lmtier does not know: use the same version on both sides"
 
 
@@ -109,53 +112,60 @@ def _reachable(host: str) -> str:
 # ---- one question, one answer
 
 
-class ConsoleConnection:
-    """A connection that waits for every answer. It sends the token only when the server asks for it."""
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+
+
+class Console:
+    """Waits for every answer. It sends the token only when the server asks for it."""
 
     def __init__(self, address: ServerAddress, timeout: float = TIMEOUT) -> None:
         self.address = address
         self._timeout = timeout
-        self._replies = ReplyReader()
-        self._has_sent_token = False
-        """Whether the token was sent."""
-        self._socket = self._connected()
+        self._sends_token = False
 
-    def __enter__(self) -> ConsoleConnection:
-        return self
+    def get(self, path: str, kind: type = dict, **query: object) -> Any:
+        """The answer to a call that changes nothing."""
+        target = f"{path}?{urlencode(query)}" if query else path
+        return self._value(f"GET {target} HTTP/1.0\r\n\r\n".encode(), kind, self._timeout)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def post(
+        self, path: str, arguments: Mapping[str, Any], kind: type = dict, timeout: float | None = None
+    ) -> Any:
+        """The answer to another call."""
+        body = json.dumps(arguments).encode()
+        head = f"POST {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        return self._value(b"%s\r\n\r\n%s" % (head.encode(), body), kind, timeout or self._timeout)
 
-    def close(self) -> None:
-        self._socket.close()
-
-    def ask(self, *words: str | bytes, timeout: float | None = None) -> Any:
-        """The answer to one command. An error is raised, with a message that says what to do."""
-        timeout = timeout or self._timeout
-        reply = self._exchange(words, timeout)
-        if isinstance(reply, Error) and self._asks_for_token(reply):
-            if self.address.token is None and reply.code == "FOREIGN":
-                raise ConfigError(f"{self.address} refuses you: {printable(reply.sentence)}")
-            if self.address.token is None:
-                raise self._trouble("asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN")
-            self._has_sent_token = True
-            if isinstance(auth_reply := self._exchange(("AUTH", self.address.token), timeout), Error):
-                raise self._trouble(f"refuses this token: {printable(auth_reply.sentence)}")
-            reply = self._exchange(words, timeout)
-        if isinstance(reply, Error):
-            if reply.startswith("ERR unknown command"):
-                raise self._trouble("is no lmtier server, or an older one: it only knows Redis commands")
-            raise self._trouble(f"answered: {printable(reply.sentence)}")
-        return reply
-
-    def _asks_for_token(self, reply: Error) -> bool:
-        """A server may want one for all commands, or only for those of administrators."""
-        may_do_more = self.address.token is not None and not self._has_sent_token
-        return reply.code in ("NOAUTH", "FOREIGN") or (reply.code == "NOPERM" and may_do_more)
+    def _value(self, request: bytes, kind: type, timeout: float) -> Any:
+        """The value of an answer. An error is raised, with a message that says what to do."""
+        token = self.address.token
+        answer = self._exchange(request, timeout)
+        if answer.status in (401, 403) and token is not None and not self._sends_token:
+            self._sends_token = True
+            answer = self._exchange(request, timeout)
+        try:
+            value = json.loads(answer.body)
+        except (ValueError, RecursionError):
+            value = None
+        if answer.status == 200 and isinstance(value, kind):
+            return _harmless(value)
+        why = value.get("error") if isinstance(value, dict) else None
+        if not isinstance(why, str) or answer.status == 404:
+            raise self._trouble("is no lmtier server of this version: it gave an unexpected answer")
+        why = printable(why)
+        if answer.status == 401 and self._sends_token:
+            raise self._trouble(f"refuses this token: {why}")
+        if answer.status == 401:
+            raise self._trouble("asks for a token: give it with --token-file FILE, or in LMTIER_TOKEN")
+        if answer.status == 403 and not self._sends_token:
+            raise ConfigError(f"{self.address} refuses you: {why}")
+        raise self._trouble(f"answered: {why}")
 
     def snapshot(self) -> Snapshot:
         """The server's report about itself."""
-        report = self.json("LMTIER.REPORT")
+        report = self.get("/api/stats")
         tiers = report.get("tiers")
         if (
             Snapshot.__required_keys__ <= report.keys()
@@ -177,52 +187,53 @@ class ConsoleConnection:
 
     def history(self) -> list[dict[str, Any]]:
         """Its counters over the last minutes, the oldest first."""
-        return list(self.json("LMTIER.HISTORY").get("rows", ()))
+        return list(self.get("/api/history").get("rows", ()))
 
     def explanations(self, most: int, *, tokens: bool = False) -> list[Explanation]:
         """Why its last lookups missed, the latest first."""
-        words = ("LMTIER.EXPLAIN", str(most), *(("TOKENS",) if tokens else ()))
-        found = self.json(*words, kind=list)
+        found = self.get("/api/explain", list, most=most, **({"tokens": "true"} if tokens else {}))
         if all(isinstance(each, dict) and Explanation.__required_keys__ <= each.keys() for each in found):
             return cast("list[Explanation]", found)
         raise self._trouble(_STRANGE)
 
-    def texts(self, *words: str) -> list[str]:
-        """The lines of an answer."""
-        reply = self.ask(*words)
-        if not isinstance(reply, list) or not all(isinstance(line, bytes) for line in reply):
-            raise self._trouble(_STRANGE)
-        return [printable(line.decode("utf-8", "replace")) for line in reply]
-
-    def json(self, *words: str, kind: type = dict) -> Any:
-        reply = self.ask(*words)
-        try:
-            value = json.loads(reply)
-        except (TypeError, ValueError):
-            value = None
-        if not isinstance(value, kind):
-            raise self._trouble("is no lmtier server: it gave an unexpected answer")
-        return _harmless(value)
-
-    def _exchange(self, words: Sequence[str | bytes], timeout: float) -> object:
+    def _exchange(self, request: bytes, timeout: float) -> _Answer:
+        """One request on a separate connection. All of it takes `timeout` at most."""
         until = time.monotonic() + timeout
+        if self._sends_token and self.address.token is not None:
+            shown = f"\r\nAuthorization: Bearer {self.address.token}\r\n".encode()
+            request = request.replace(b"\r\n", shown, 1)
+        received = bytearray()
         try:
-            self._socket.settimeout(timeout)
-            self._socket.sendall(encode_command(*words))
-            while (reply := self._replies.next()) is INCOMPLETE:
-                self._socket.settimeout(max(0.001, until - time.monotonic()))
-                data = self._socket.recv(1 << 16)
-                if not data:
-                    raise self._trouble(self._hung_up())
-                self._replies.feed(data)
-        except ProtocolError:
-            raise self._trouble(
-                "is no lmtier server: it answered something unexpected; is that the port of its page, "
-                "or of another program?"
-            ) from None
+            with self._connected() as sock:
+                sock.settimeout(timeout)
+                sock.sendall(request)
+                while (answer := self._answer(received)) is None:
+                    sock.settimeout(max(0.001, until - time.monotonic()))
+                    data = sock.recv(1 << 16)
+                    if not data:
+                        raise self._trouble(self._hung_up())
+                    received += data
         except OSError as error:
             raise self._unreachable(error, timeout) from None
-        return reply
+        return answer
+
+    def _answer(self, received: bytearray) -> _Answer | None:
+        """The answer, if all of it is here."""
+        line, end, _ = received.partition(b"\n")
+        if received and not line.startswith(b"HTTP/"[: len(line)]):
+            if not line.startswith(b"-"):
+                raise self._trouble("is no lmtier server: it answered something unexpected")
+            if end and b"max number of clients" in line:
+                raise self._trouble("answered: max number of clients reached")
+            if end:
+                raise self._trouble("is no lmtier server, or an older one: it only knows Redis commands")
+        head, end, body = received.partition(b"\r\n\r\n")
+        if not end and len(head) <= _MAX_HEAD:
+            return None
+        status, length = _STATUS.match(head + b"\r\n"), _LENGTH.search(head + b"\r\n")
+        if not end or status is None or length is None or int(length[1]) > _MAX_ANSWER:
+            raise self._trouble("is no lmtier server: it answered something unexpected")
+        return _Answer(int(status[1]), bytes(body)) if len(body) == int(length[1]) else None
 
     def _connected(self) -> socket.socket:
         address = self.address

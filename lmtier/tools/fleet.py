@@ -71,10 +71,6 @@ class FleetServer:
         finally:
             self._is_asking = False
 
-    def close(self) -> None:
-        if self._watched is not None:
-            self._watched.close()
-
 
 def status_of(name: str, watched: WatchedServer) -> ServerStatus:
     now, timeline = watched.now, watched.line
@@ -139,11 +135,7 @@ def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str
 def fleet(addresses: Sequence[ServerAddress], every: float) -> None:
     """A live view of many servers until the user types q."""
     hosts = [FleetServer(address) for address in addresses]
-    try:
-        looks = ask_all(hosts)
-        with Screen() as screen, suppress(KeyboardInterrupt):
-            while screen.show(partial(lines_of, looks), every):
-                looks = ask_all(hosts)
-    finally:
-        for host in hosts:
-            host.close()
+    looks = ask_all(hosts)
+    with Screen() as screen, suppress(KeyboardInterrupt):
+        while screen.show(partial(lines_of, looks), every):
+            looks = ask_all(hosts)

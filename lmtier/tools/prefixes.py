@@ -7,28 +7,21 @@ who has a prompt's tokens, its salt and its adapter can make its keys; other use
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmtier.core.placement import read_runs
 from lmtier.errors import ConfigError, LayoutError
 from lmtier.format.keys import Identity, KeyChain, seed
-from lmtier.rules.breaker import Breaker
 from lmtier.rules.lifetimes import Pinned
-from lmtier.tools.console import ConsoleConnection
+from lmtier.server.prefetching import PATIENCE
+from lmtier.tools.console import Console
 from lmtier.tools.terminal import duration_text, table
-from lmtier.wire.verbs import MAX_KEYS, PROTOCOL, pack_keys, read_fields
+from lmtier.wire.verbs import MAX_KEYS
 
-_PATIENCE = 60.0  # seconds for one portion
-_PORTION = 16 << 20  # bytes of the first portion
-_MOST = 256 << 20
-_HASTE = 0.25  # the part of a tier's deadline for a portion: late chunks count as failures of the tier
-_PAUSE = max(Breaker.PAUSES) + 0.25  # seconds after which a tier is tried again, whatever has failed
-_TOO_MUCH = frozenset({"deadline", "tier_down"})
 _IN_MEMORY = "cpu"
 
 
@@ -38,10 +31,6 @@ class DeclaredModel(NamedTuple):
     identity: Identity
     lora: str
     """The adapter's name and content, as the engine sends it."""
-    layout: str
-    shards: list[str]
-    chunk_bytes: int
-    """The bytes of a chunk."""
 
 
 @dataclass
@@ -79,10 +68,10 @@ def read_prompts(file: Path) -> list[list[int]]:
     return prompts
 
 
-def find_model(remote: ConsoleConnection, name: str | None, lora: str = "") -> DeclaredModel:
+def find_model(remote: Console, name: str | None, lora: str = "") -> DeclaredModel:
     """The latest declaration of this model by an engine. Without a name: the only model."""
     try:
-        models = [_model(declaration) for declaration in remote.json("LMTIER.MODELS", kind=list)]
+        models = [_model(declaration) for declaration in remote.get("/api/models", list)]
     except (TypeError, KeyError, IndexError, ValueError):
         raise ConfigError(f"{remote.address} sent an invalid list of models") from None
     names = sorted({model.identity.model for model in models})
@@ -107,20 +96,14 @@ def find_model(remote: ConsoleConnection, name: str | None, lora: str = "") -> D
 
 
 def _model(declaration: dict[str, Any]) -> DeclaredModel:
-    layout, *parts = declaration["form"]
-    shard_sizes = [part.split(":") for part in parts]
-    chunk_bytes = sum(int(nbytes) for _, nbytes in shard_sizes)
-    lora = bytes.fromhex(declaration["lora"]).decode()
-    return DeclaredModel(
-        Identity(**declaration["identity"]), lora, layout, [shard for shard, _ in shard_sizes], chunk_bytes
-    )
+    return DeclaredModel(Identity(**declaration["identity"]), bytes.fromhex(declaration["lora"]).decode())
 
 
 def keys_of(
-    remote: ConsoleConnection, model: DeclaredModel, prompts: Sequence[Sequence[int]], salt: str
+    remote: Console, model: DeclaredModel, prompts: Sequence[Sequence[int]], salt: str
 ) -> list[list[bytes]]:
     """The keys of the whole chunks of each prompt."""
-    chunk_tokens = int(remote.json("LMTIER.REPORT")["chunk_tokens"])
+    chunk_tokens = int(remote.snapshot()["chunk_tokens"])
     begin = seed(model.identity, chunk_tokens, lora=model.lora, salt=salt)
     try:
         return [KeyChain(begin, chunk_tokens, prompt).keys for prompt in prompts]
@@ -129,88 +112,54 @@ def keys_of(
 
 
 def load_prompts(
-    remote: ConsoleConnection,
+    remote: Console,
     model: DeclaredModel,
     prompts: Sequence[list[bytes]],
     progress: Callable[[int], None],
 ) -> list[PrefetchResult]:
     """Load all stored chunks of these prompts into memory. `progress` is called with the finished chunks."""
-    hello = read_fields(remote.ask("LMTIER.HELLO", str(PROTOCOL), "NAME", "lmtier prefetch"))
-    form_id = str(remote.ask("LMTIER.FORM", model.layout, *model.shards))
-    portion = _Portion(model.chunk_bytes, float(hello["load_deadline"]))
-    chunk_tokens = int(hello["chunk_tokens"])
+    chunk_tokens = int(remote.snapshot()["chunk_tokens"])
     for keys in prompts:
         _check(keys, "one prompt")
-    return [_bring_up(remote, form_id, portion, keys, chunk_tokens, progress) for keys in prompts]
-
-
-class _Portion:
-    """The number of chunks to load at a time, adapted to the time of the last ones."""
-
-    def __init__(self, room: int, deadline: float) -> None:
-        self.chunks = max(1, _PORTION // room)
-        self._most = max(1, _MOST // room)
-        self._soon = _HASTE * deadline
-
-    def learn(self, loaded: int, seconds: float, *, is_cut: bool) -> None:
-        if is_cut or seconds >= self._soon:
-            self.chunks = max(1, self.chunks // 2)
-        elif loaded >= self.chunks:  # fewer chunks prove nothing
-            self.chunks = min(2 * self.chunks, self._most)
+    return [_bring_up(remote, model, keys, chunk_tokens, progress) for keys in prompts]
 
 
 def _bring_up(
-    remote: ConsoleConnection,
-    form: str,
-    portion: _Portion,
+    remote: Console,
+    model: DeclaredModel,
     keys: list[bytes],
     chunk_tokens: int,
     progress: Callable[[int], None],
 ) -> PrefetchResult:
-    """Load a prompt in portions. Loaded chunks stay leased, so that they are not evicted for the rest."""
-    done, leased_match, why, has_retried = 0, "", "", False
-    counts: Counter[str] = Counter()
-    while done < len(keys):
-        began = time.monotonic()
-        key_arguments = pack_keys(keys[: done + portion.chunks])
-        match = read_fields(remote.ask("LMTIER.BRING", form, str(int(_PATIENCE * 1000)), *key_arguments))
-        match_id = str(match["id"])
-        if match["state"] != b"ready":
-            match = read_fields(remote.ask("LMTIER.WAIT", match_id, timeout=2 * _PATIENCE))
-        if leased_match:
-            remote.ask("LMTIER.RELEASE", leased_match)
-        leased_match = match_id
-        sources = read_runs(match["sources"])
-        new_sources, cut_reason = sources[done:], match.get("cut", b"").decode()
-        loaded_count = len(new_sources) - new_sources.count(_IN_MEMORY)
-        portion.learn(loaded_count, time.monotonic() - began, is_cut=cut_reason in _TOO_MUCH)
-        if not new_sources:
-            if cut_reason in _TOO_MUCH and not has_retried:
-                has_retried = True
-                time.sleep(_PAUSE)
-                continue
-            why = cut_reason
-            break
-        has_retried = False
-        counts.update(new_sources)
-        progress(len(new_sources))
-        done = len(sources)
-    if leased_match:
-        remote.ask("LMTIER.RELEASE", leased_match)
+    """Load a prompt. The server answers after some seconds, with what it has loaded so far."""
+    done, why, is_over, counts = 0, "", not keys, Counter[str]()
+    arguments = {
+        "identity": asdict(model.identity),
+        "lora": model.lora.encode().hex(),
+        "keys": [key.hex() for key in keys],
+    }
+    while not is_over:
+        found = remote.post("/api/prefetch", arguments, timeout=4 * PATIENCE)
+        try:
+            sources = read_runs(found["sources"].encode())
+            why, is_over = str(found["why"]), bool(found["is_over"]) or len(sources) <= done
+        except (KeyError, AttributeError, ValueError):
+            raise ConfigError(f"{remote.address} sent an invalid result of a prefetch") from None
+        counts.update(sources[done:])
+        progress(len(sources[done:]))
+        done = max(done, len(sources))
     progress(len(keys) - done)
     in_memory = counts.pop(_IN_MEMORY, 0)
     return PrefetchResult(len(keys) * chunk_tokens, len(keys), in_memory, dict(counts), len(keys) - done, why)
 
 
-def pin(
-    remote: ConsoleConnection, name: str, prompts: Sequence[list[bytes]], ttl: float | None
-) -> dict[str, int]:
+def pin(remote: Console, name: str, prompts: Sequence[list[bytes]], ttl: float | None) -> dict[str, int]:
     """Pin prompts. Returns how many chunks each tier has pinned."""
     keys = list(dict.fromkeys(key for chain in prompts for key in chain))
-    ttl_arguments = () if ttl is None else ("TTL", str(max(1, int(ttl * 1000))))
     _check(keys, "one pin")
-    pinned = remote.ask("LMTIER.PIN", name, *ttl_arguments, *pack_keys(keys))
-    return {tier: int(count) for tier, count in read_fields(pinned).items()}
+    arguments = {"name": name, "keys": [key.hex() for key in keys]}
+    pinned: dict[str, int] = remote.post("/api/pin", arguments | ({} if ttl is None else {"seconds": ttl}))
+    return pinned
 
 
 def _check(keys: Sequence[bytes], what: str) -> None:
@@ -218,8 +167,8 @@ def _check(keys: Sequence[bytes], what: str) -> None:
         raise ConfigError(f"{what} of {len(keys):,} chunks is more than a server takes: at most {MAX_KEYS:,}")
 
 
-def pinned(remote: ConsoleConnection) -> list[Pinned]:
-    return [Pinned(**each) for each in remote.json("LMTIER.PINS", kind=list)]
+def pinned(remote: Console) -> list[Pinned]:
+    return [Pinned(**each) for each in remote.get("/api/pins", list)]
 
 
 # ---- as text

@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 from lmtier.server.report import Snapshot, row_of
-from lmtier.tools.console import TIMEOUT, ConsoleConnection, ServerAddress, Unreachable
+from lmtier.tools.console import TIMEOUT, Console, ServerAddress, Unreachable
 from lmtier.tools.terminal import Screen, bar, count_text, duration_text, size_text, spark, table
 from lmtier.tools.views import (
     client_count,
@@ -218,28 +218,15 @@ def plain(now: Snapshot, line: Sequence[Totals]) -> str:
 
 
 class WatchedServer:
-    """A server with its last answer. If it is down, it is tried again."""
+    """A server with its last answer."""
 
     def __init__(self, address: ServerAddress, timeout: float = TIMEOUT) -> None:
-        self._address = address
-        self._timeout = timeout
-        self._remote: ConsoleConnection | None = None
+        self._remote = Console(address, timeout)
         self.ask()
 
     def ask(self) -> None:
-        if self._remote is None:
-            self._remote = ConsoleConnection(self._address, self._timeout)
-        try:
-            self.now = self._remote.snapshot()
-            self.line = timeline(self.now, self._remote.history())
-        except Unreachable:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self._remote is not None:
-            self._remote.close()
-            self._remote = None
+        self.now = self._remote.snapshot()
+        self.line = timeline(self.now, self._remote.history())
 
 
 def top(address: ServerAddress, every: float = 2.0) -> None:
@@ -250,13 +237,10 @@ def top(address: ServerAddress, every: float = 2.0) -> None:
     def lines(columns: int, rows: int) -> list[str]:
         return frame(watched.now, watched.line, str(address), columns, rows, trouble)
 
-    try:
-        with Screen() as screen, suppress(KeyboardInterrupt):
-            while screen.show(lines, every):
-                try:
-                    watched.ask()
-                    trouble = ""
-                except Unreachable as error:
-                    trouble = str(error)
-    finally:
-        watched.close()
+    with Screen() as screen, suppress(KeyboardInterrupt):
+        while screen.show(lines, every):
+            try:
+                watched.ask()
+                trouble = ""
+            except Unreachable as error:
+                trouble = str(error)

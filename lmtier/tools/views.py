@@ -12,22 +12,22 @@ from lmtier.observe.metrics import MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
 from lmtier.server.explain import Explanation
 from lmtier.server.report import Snapshot
-from lmtier.tools.console import ConsoleConnection
+from lmtier.tools.console import Console
 from lmtier.tools.terminal import count_text, duration_text, number_text, size_text, table
 
 _SHOWN = 20  # clients
 _CLEARING = 60.0  # seconds: TIMEOUT is too short for a million chunks, or to search a shared tier
 
 
-def ping_text(remote: ConsoleConnection) -> str:
+def ping_text(remote: Console) -> str:
     began = time.monotonic()
-    remote.ask("PING")
+    remote.get("/version")
     seconds = time.monotonic() - began
     return f"{headline(remote.snapshot(), str(remote.address))}; it answered in {seconds * 1000:.2f} ms"
 
 
 def clear(
-    remote: ConsoleConnection,
+    remote: Console,
     model: str | None,
     *,
     by: str | None = None,
@@ -36,11 +36,10 @@ def clear(
 ) -> str:
     """Clear the KV of one model, of one engine, since a time; None: of all. Returns a report."""
     before = remote.snapshot()
-    words = ["LMTIER.CLEAR", *(() if model is None else ("NAMESPACE", model))]
-    words += () if by is None else ("STOREDBY", by)
-    words += () if since is None else ("SINCE", str(int(since.timestamp() * 1000)))
-    words += ["FORCE"] if force else []
-    remote.ask(*words, "WAIT", str(round(1000 * _CLEARING)), timeout=2 * _CLEARING)
+    since_ms = None if since is None else int(since.timestamp() * 1000)
+    given = {"model": model, "stored_by": by, "since": since_ms, "force": force, "seconds": _CLEARING}
+    arguments = {name: value for name, value in given.items() if value is not None}
+    remote.post("/api/clear", arguments, timeout=2 * _CLEARING)
     after = remote.snapshot()
     chunks_after = {tier["tier"]: tier["chunks"] or 0 for tier in after["tiers"]}
     counted = {tier["tier"]: tier["chunks"] for tier in before["tiers"] if tier["chunks"] is not None}

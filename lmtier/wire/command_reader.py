@@ -90,6 +90,11 @@ class CommandReader(Reader):
         return self._argc > 0 or self.has_more
 
     @property
+    def begins_as_http(self) -> bool:
+        """Whether the first bytes of a client are the first line of an HTTP request."""
+        return not self._argc and _HTTP.match(self._data, self._at) is not None
+
+    @property
     def held_bytes(self) -> int:
         """The bytes of what has arrived of the unfinished command, and of an announced argument."""
         return self._limits.command - self._bytes_left + ARGUMENT_OVERHEAD * len(self._args) + len(self._data)
@@ -215,6 +220,7 @@ class CommandReader(Reader):
         return payload
 
 
+_HTTP = re.compile(rb"[A-Z]{3,7} [\x21-\x7e]+ HTTP/1\.[01]\r?\n")
 _WORD = re.compile(
     rb"""\s*+ (?P<bare> [^ \t\r\n"']*+ )
     (?: " (?P<double> (?: \\. | [^"\\] )*+ ) " | ' (?P<single> (?: \\' | [^'] )*+ ) ' )?

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import logging
 import multiprocessing
 import os
@@ -96,7 +95,7 @@ def look(client: Client, names: list[bytes], form=ONE) -> list[str]:
 
 
 def lookups(server: Server) -> int:
-    return int(server.ask("LMTIER.REPORT")["lookups"])
+    return int(server.report()["lookups"])
 
 
 def used(client: Client) -> int:
@@ -793,7 +792,7 @@ def nonsense(pipe: Connection, listener: socket.socket) -> None:
                         os.close(fd)
                     case b"LMTIER.FORM":
                         connection.sendall(encode(0, False))
-                    case b"LMTIER.CLEAR":
+                    case b"LMTIER.CALL":
                         connection.sendall(b"?\r\n")
                     case _:
                         connection.sendall(encode(reply, False))
@@ -864,7 +863,7 @@ def test_an_older_server_is_not_asked_for_what_it_does_not_know(tmp_path, caplog
 
 
 def models(client: Client) -> list[tuple[str, str]]:
-    told = json.loads(client._server.call("LMTIER.MODELS"))
+    told = client.call("models")
     return [(each["identity"]["weights"], bytes.fromhex(each["lora"]).decode()) for each in told]
 
 
@@ -1118,7 +1117,7 @@ def test_a_mover_deletes_what_came_back_wrong(serve):
         assert client._server.differing == 1
         assert engine.load(tokens, target) == 2 * C, "it is gone"
         assert client._server.differing == 1
-        assert server.ask("LMTIER.REPORT")["verify_failures"] == 1
+        assert server.report()["verify_failures"] == 1
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ from lmtier.format.layout import Layout, form_of
 from lmtier.rules.hints import (
     DONE,
     MAX_ACTIONS,
-    MAX_BYTES,
     REFUSED,
     REPEATED,
     UNKNOWN,
     DoneActions,
     actions_of,
     envelope,
-    read_envelope,
 )
 from lmtier.rules.lifetimes import MAX_PINS
 from lmtier.testing import Gate, MemoryTier, SlowTier
@@ -272,14 +269,7 @@ def test_a_pin_beyond_half_of_the_slab_is_refused(cache):
 )
 def test_another_shape_is_refused_in_a_sentence(wrong):
     with pytest.raises(MisuseError):
-        read_envelope(json.dumps(wrong).encode())
-
-
-def test_an_envelope_is_bounded_json():
-    with pytest.raises(MisuseError, match="at most"):
-        read_envelope(b" " * (MAX_BYTES + 1))
-    with pytest.raises(MisuseError, match="JSON object"):
-        read_envelope(b"[" * 100_000)
+        actions_of(wrong)
 
 
 def test_only_so_many_ids_are_remembered():

@@ -1050,17 +1050,18 @@ def test_a_server_clears_its_redis_tier_when_told_to(tmp_path, capsys):
         store(tier, *objects, *of_model("n", [large(0)]))
         url = f"redis://127.0.0.1:{redis.port}?deadline={DEADLINE}s"
         with served(tmp_path, "cpu://?capacity=8MiB", url) as server:
-            assert server.ask("LMTIER.CLEAR", "NAMESPACE", "m", "WAIT", 10_000) == "OK"
+            server.call("/api/clear", {"model": "m", "seconds": 10})
             assert len(redis.names()) == 5
             store(tier, *objects)
-            assert server.ask("LMTIER.CLEAR", "NAMESPACE", "m") == "OK"
+            server.call("/api/clear", {"model": "m"})
             until(lambda: len(redis.names()) == 5)
             redis.kill()
-            reply = within(5, lambda: server.ask("LMTIER.CLEAR", "WAIT", 10_000))
-            assert reply.startswith("TRYAGAIN not everything is deleted yet")
-            assert "redis Connection refused" in reply
+            status, reply = within(5, lambda: server.asks("/api/clear", {"seconds": 10}))
+            assert status == 503
+            assert reply["error"].startswith("not everything is deleted yet")
+            assert "redis Connection refused" in reply["error"]
             redis.start()
-            until(lambda: server.ask("LMTIER.CLEAR", "WAIT", 10_000) == "OK")
+            until(lambda: server.asks("/api/clear", {"seconds": 10})[0] == 200)
             assert main(["clear", "--server", "{}:{}".format(*server.address), "--namespace", "m"]) == 0
             assert "forgot the KV of m: 0 chunks in cpu, whatever was in redis\n" in capsys.readouterr().out
 

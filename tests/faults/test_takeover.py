@@ -355,7 +355,9 @@ def test_the_report_goes_on_where_the_other_server_ended(tmp_path: Path) -> None
 
         def told() -> tuple[dict[str, Any], list[dict[str, Any]]]:
             with Wire(running.unix) as wire:
-                report, history = (json.loads(wire.ask(f"LMTIER.{each}")) for each in ("REPORT", "HISTORY"))
+                report, history = (
+                    json.loads(wire.ask("LMTIER.CALL", f"/api/{each}")) for each in ("stats", "history")
+                )
             return report, history["rows"]
 
         with Client(running.unix) as client:

@@ -16,11 +16,8 @@ from lmtier.format import objects
 from lmtier.format.layout import PAGE, Layout, Name, form_of, padded, stored_size
 from lmtier.format.objects import CorruptObject, Header
 from lmtier.rules.lifetimes import FOREVER, Expiries, HeaderClock
-from lmtier.server.engines import EngineVerbs
 from lmtier.testing import Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Tier
-from tests.server.process import secret
-from tests.server.test_engines import Connection
 
 C = 4
 LAYOUT = Layout.uniform(
@@ -398,12 +395,9 @@ def test_what_is_brought_up_is_looked_for_also_where_somebody_must_be_asked(make
     assert cache.flush()
     store(cache, keys(8, "what fills the slab"))
     assert cache.flush()
-    engines = EngineVerbs(cache)
-    engine = Connection(engines, "ENGINE", secret("a"))
-    form = engine.say("FORM", LAYOUT.to_json(), *map(str, ONE.shards))
-    brought = engine.say("BRING", form, 5000, b"".join(keys(2)))
-    assert engine.say("WAIT", brought["id"])["sources"] == b"far*2"
-    engine.close()
+    brought = cache.wait(cache.bring(keys(2), ONE, deadline=5))
+    assert brought.sources == ["far"] * 2
+    cache.release(brought)
 
 
 def test_a_step_of_the_wall_clock_ends_nothing_early(make, time):

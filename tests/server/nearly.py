@@ -7,9 +7,11 @@ key, an id of somebody else or of something finished, an argument too many, anot
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmtier.format.layout import Layout
 from lmtier.wire.resp import Error, encode_command
@@ -27,7 +29,7 @@ NUMBERS = (
     *(b"0", b"1", b"-1", b"2", b"15", b"16", b"17", b"255", b"65536", b"65537", b"4294967296"),
     *(b"9223372036854775807", b"9223372036854775808", b"", b"1.5", b"nan", b"1e999", b"0x1"),
 )
-MARKS = (b"*", b"TTL", b"HAS", b"FORCE", b"PREFIX", b"NAMESPACE", b"WAIT", b"TOKENS", b"ENGINE", b"NAME")
+MARKS = (b"*", b"TTL", b"HAS", b"{}", b"/api/pins", b"ENGINE", b"NAME")
 PINS = (b"one", b"two", b"three")
 VERBS = {
     "MATCH": 12,
@@ -39,7 +41,6 @@ VERBS = {
     "WAIT": 3,
     "RELEASE": 10,
     "SEEN": 2,
-    "BRING": 2,
     "COST": 1,
     "FORM": 2,
     "HELLO": 1,
@@ -49,20 +50,24 @@ VERBS = {
     "TELL": 2,
     "TRACE": 1,
     "MODEL": 1,
-    "MODELS": 1,
-    "PIN": 1,
-    "UNPIN": 1,
-    "PINS": 1,
-    "HINT": 1,
-    "SESSIONS": 1,
+    "CALL": 10,
     "DISCARD": 1,
-    "CLEAR": 0.05,
     "FLUSH": 0.2,
     "VERIFIED": 1,
     "CHANGES": 1,
-    "STATS": 1,
-    "EXPLAIN": 0.5,
-    "CHECK": 0.5,
+}
+CALLS = {
+    "prefetch": 2,
+    "models": 1,
+    "pin": 1,
+    "unpin": 1,
+    "pins": 1,
+    "hints": 1,
+    "sessions": 1,
+    "clear": 0.05,
+    "stats": 1,
+    "explain": 0.5,
+    "check": 0.5,
 }
 
 
@@ -178,8 +183,9 @@ class Nearly:
                 keys = self.keys()
                 tokens = b"%d" % chance.choice((0, CHUNK * len(keys), CHUNK * len(keys) + 3))
                 return [form, tokens, *((chance.choice((b"0", b"50")),) if verb == "MATCH" else ()), *keys]
-            case "BRING":
-                return [form, b"50", *self.keys()]
+            case "CALL":
+                (name,) = chance.choices(list(CALLS), list(CALLS.values()))
+                return [f"/api/{name}".encode(), json.dumps(self.arguments(name)).encode()]
             case "RESERVE":
                 ttl = chance.choice(((), (), (b"TTL", b"50")))
                 return [form, chance.choice((b"0", b"0", b"1")), *ttl, *self.keys()]
@@ -212,21 +218,33 @@ class Nearly:
                 return [self.number(engine.matches), b"00-%032x-%016x-01" % (1, 1)]
             case "MODEL":
                 return [form, b'{"model": "m%d"}' % chance.randrange(99)]
-            case "PIN":
-                return [chance.choice(PINS), *chance.choice(((), (b"TTL", b"100"))), *self.keys(2)]
-            case "UNPIN":
-                return [chance.choice(PINS)]
-            case "CLEAR":
-                return [b"PREFIX", self.model.hex().encode(), *chance.choice(((), (b"FORCE",)))]
             case "FLUSH":
                 return [b"20"]
             case "VERIFIED":
                 return [b"3", b"0"]
             case "CHANGES":
                 return list(chance.choice(((), (b"0",))))
-            case "EXPLAIN":
-                return [b"3"]
         return []
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """Those of a call."""
+        chance = self.chance
+        match name:
+            case "prefetch":
+                identity = {"model": f"m{chance.randrange(99)}"}
+                return {"identity": identity, "keys": [key.hex() for key in self.keys()]}
+            case "pin":
+                keys = [key.hex() for key in self.keys(2)]
+                return {"name": chance.choice(PINS).decode(), "keys": keys} | chance.choice(
+                    ({}, {"seconds": 0.1})
+                )
+            case "unpin":
+                return {"name": chance.choice(PINS).decode()}
+            case "clear":
+                return {"prefix": self.model.hex(), "force": chance.random() < 0.5}
+            case "explain":
+                return {"most": 3}
+        return {}
 
     def spoilt(self, engine: Engine, verb: str, args: list[bytes]) -> tuple[str, list[bytes]]:
         chance, args = self.chance, list(args)
@@ -256,5 +274,5 @@ class Nearly:
             case 7:
                 args += args[-chance.randrange(1, 4) :]
             case _:
-                verb = chance.choice([each for each in VERBS if each not in ("CLEAR", "FLUSH")])
+                verb = chance.choice([each for each in VERBS if each != "FLUSH"])
         return verb, args

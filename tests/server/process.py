@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import signal
 import socket
@@ -24,6 +25,20 @@ MIB = 1 << 20
 def secret(name: str) -> str:
     """What the processes of this engine share."""
     return hashlib.sha256(name.encode()).hexdigest()
+
+
+def speak(sock: socket.socket, path: str, arguments: Any = None, token: str = "") -> tuple[int, Any]:
+    """The status and the answer to a call over HTTP, with these arguments in a body if there are any."""
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = sock
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    if arguments is None:
+        connection.request("GET", path, headers=headers)
+    else:
+        headers["Content-Type"] = "application/json"
+        connection.request("POST", path, json.dumps(arguments), headers)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
 
 
 class Served:
@@ -49,7 +64,7 @@ class Served:
         try:
             self.where = self.process.where(PATIENCE)
             assert self.where, f"the server did not start:\n{self.log.read_text()}"
-            until(lambda: self.ask("LMTIER.REPORT")["ready"])
+            until(lambda: self.report()["ready"])
         except BaseException:
             self.kill()
             raise
@@ -66,19 +81,31 @@ class Served:
         with self.connect() as wire:
             if self._token:
                 wire.expect("OK", "AUTH", self._token)
-            answer = wire.ask(*args)
-            return json.loads(answer) if args[0] == "LMTIER.REPORT" else answer
+            return wire.ask(*args)
+
+    def asks(self, path: str, arguments: Any = None, token: str | None = None) -> tuple[int, Any]:
+        """The status and the answer to a call, on the port of Redis clients."""
+        with self.connect() as wire:
+            return speak(wire.socket, path, arguments, self._token if token is None else token)
+
+    def call(self, path: str, arguments: Any = None) -> Any:
+        """The answer to a call, which is no error."""
+        status, answer = self.asks(path, arguments)
+        assert status == 200, answer
+        return answer
+
+    def report(self) -> Any:
+        return self.call("/api/stats")
 
     def held(self) -> tuple[int, int, int]:
         """Bytes that are leased or being received, bytes in the slab, and connections but for this one."""
-        report = self.ask("LMTIER.REPORT")
+        report = self.report()
         return report["leased_bytes"], report["tiers"][0]["used"], len(report["clients"]) - 1
 
     def check(self) -> None:
         """Nothing is held for anybody, and every invariant of the cache is true."""
         until(lambda: self.held()[0] == 0 and self.held()[2] == 0)
-        answer = self.ask("LMTIER.CHECK")
-        assert answer == "OK", answer
+        self.call("/api/check", {})
         assert self.process.poll() is None
 
     def rss(self) -> int:

@@ -39,7 +39,7 @@ from lmtier.testing import opaque_layout
 from lmtier.tools.cli import main
 from lmtier.tools.commands import watching
 from lmtier.tools.console import (
-    ConsoleConnection,
+    Console,
     ServerAddress,
     Unreachable,
     address_from_settings,
@@ -48,7 +48,6 @@ from lmtier.tools.console import (
 from lmtier.tools.terminal import Screen, bar, duration_text, printable, spark
 from lmtier.tools.top import Totals, frame, timeline
 from lmtier.tools.views import stats
-from lmtier.wire.resp import Error, encode
 from tests.certificates import certify
 from tests.redis_process import RedisServer
 from tests.server.process import PATIENCE, Wire, until
@@ -88,7 +87,7 @@ def test_a_log_that_nobody_reads_stops_nobody():
         address = "127.0.0.1", int(port)
         for _ in range(1500):  # each is told of in a line
             with Wire(address) as browser:
-                browser.send(b"POST / HTTP/1.1\r\n\r\n")
+                browser.send(b"PING\r\nPOST / HTTP/1.1\r\n\r\n")
                 assert browser.ends()
         with Wire(address) as wire:
             wire.expect("PONG", "PING")
@@ -293,8 +292,8 @@ def test_where_routers_listen_is_said(serve, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_it_ends_within_its_grace_with_0_and_takes_its_socket_away(serve, tmp_path, number):
     server = serve("--listen", "", "--http", "", "--unix", tmp_path / "socket", "--set", "serve.grace=5")
-    with ConsoleConnection(ServerAddress(unix=str(tmp_path / "socket"))) as idle:
-        idle.ask("PING")
+    with Wire(str(tmp_path / "socket")) as idle:
+        idle.expect("PONG", "PING")
         began = time.monotonic()
         assert server.stop(number) == 0
     assert time.monotonic() - began < 5
@@ -435,8 +434,8 @@ def test_ping_waits_for_a_server_that_starts(run, serve, tmp_path):
 
 def test_ping_fails_while_a_server_is_not_ready(run, impostor, now):
     now["ready"], now["why_not_ready"] = False, "the scan of disk is not finished"
-    answer = encode(json.dumps(now).encode(), resp3=False)
-    code, out, err = run("ping", "--server", impostor(answer, encode(b"PONG", resp3=False), answer))
+    answer = answered(now)
+    code, out, err = run("ping", "--server", impostor(answer, answered({"version": "1"}), answer))
     assert (code, err) == (1, "")
     assert "not ready: the scan of disk is not finished" in out
 
@@ -449,8 +448,7 @@ def test_sighup_reads_the_token_again(serve, tmp_path):
     def takes(word: str) -> bool:
         host, _, port = server.redis.rpartition(":")
         try:
-            with ConsoleConnection(ServerAddress(host=host, port=int(port), token=word)) as remote:
-                return bool(remote.ask("PING"))
+            return bool(Console(ServerAddress(host=host, port=int(port), token=word)).get("/version"))
         except Unreachable:
             return False
 
@@ -680,8 +678,7 @@ def test_a_moment_has_the_offset_that_clocks_had_then(summer_time, text):
 def test_clear_does_not_guess_what_is_to_be_forgotten(shared, what, capsys):
     code = main(["clear", "--server", shared.redis, *what])
     assert (code, "--all" in capsys.readouterr().err) == (2, True)
-    with ConsoleConnection(parse_address(shared.redis)) as remote:
-        assert remote.snapshot()["tiers"][0]["chunks"] == 20
+    assert Console(parse_address(shared.redis)).snapshot()["tiers"][0]["chunks"] == 20
 
 
 @pytest.mark.parametrize("option", ["--namespace", "--stored-by"])
@@ -710,9 +707,17 @@ def test_a_redis_server_is_no_lmtier_server(run, redis_server):
     assert (code, "it only knows Redis commands" in err) == (1, True)
 
 
-def test_the_address_of_the_page_is_the_wrong_one(run, shared):
-    code, _, err = run("ping", "--server", shared.where["http"])
-    assert (code, "is that the port of its page" in err) == (1, True)
+def test_the_address_of_the_page_is_good_for_a_look_and_for_no_more(run, shared):
+    code, out, _ = run("ping", "--server", shared.where["http"])
+    assert (code, ", ready, " in out) == (0, True)
+    code, _, err = run("clear", "--all", "--server", shared.where["http"])
+    assert (code, "this needs a token here" in err) == (2, True)
+
+
+def answered(value: Any, status: int = 200) -> bytes:
+    """As a server answers over HTTP."""
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return b"HTTP/1.1 %d Status\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
 @pytest.fixture
@@ -721,15 +726,17 @@ def impostor() -> Iterator[Callable[..., ServerAddress]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         talks: list[threading.Thread] = []
 
-        def starts(*answers: bytes, hang_up: bool = False) -> ServerAddress:
+        def starts(*answers: bytes | tuple[bytes, ...], hang_up: bool = False) -> ServerAddress:
             def talk() -> None:
-                client, _ = listener.accept()
-                with client, suppress(ConnectionResetError):
-                    for answer in answers:
+                for answer in answers or (b"",):  # each on a connection of its own, in pieces
+                    client, _ = listener.accept()
+                    with client, suppress(ConnectionResetError, BrokenPipeError):
                         client.recv(1 << 16)
-                        client.sendall(answer)
-                    while client.recv(1 << 16) and not hang_up:
-                        pass
+                        for piece in answer if isinstance(answer, tuple) else (answer,):
+                            client.sendall(piece)
+                            time.sleep(0.02 * isinstance(answer, tuple))
+                        while not hang_up and client.recv(1 << 16):
+                            pass
 
             talks.append(threading.Thread(target=talk))
             talks[-1].start()
@@ -742,46 +749,57 @@ def impostor() -> Iterator[Callable[..., ServerAddress]]:
 
 
 def test_a_server_that_is_silent_is_given_up(impostor):
-    with (
-        ConsoleConnection(impostor(), timeout=0.1) as remote,
-        pytest.raises(Unreachable, match=r"not answer within 0\.1 s"),
-    ):
-        remote.ask("PING")
+    with pytest.raises(Unreachable, match=r"not answer within 0\.1 s"):
+        Console(impostor(), timeout=0.1).get("/version")
 
 
 def test_a_server_that_trickles_is_given_up_too(impostor):
-    with (
-        ConsoleConnection(impostor(b"$5\r\n", b"x"), timeout=0.1) as remote,
-        pytest.raises(Unreachable, match="not answer"),
-    ):
-        remote.ask("PING")
-
-
-def test_a_server_that_hangs_up_is_named(impostor):
-    with (
-        ConsoleConnection(impostor(hang_up=True)) as remote,
-        pytest.raises(Unreachable, match="closed the connection"),
-    ):
-        remote.ask("PING")
+    """The limit is for the whole answer, however its bytes come."""
+    drops = tuple(bytes([each]) for each in answered({"version": "1"}))
+    with pytest.raises(Unreachable, match="not answer"):
+        Console(impostor(drops), timeout=0.1).get("/version")
 
 
 @pytest.mark.parametrize(
-    "report", [b"no json", b"[]", b"{}", b'{"version": "9", "tiers": [], "tokens": {}}', None, 7, [b"x"]]
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9999999999999\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n",
+        b"HTTP/2 200\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"\x15\x03\x01",
+    ],
+    ids=lambda answer: answer[:60],
+)
+def test_an_answer_without_an_end_is_not_read(impostor, answer):
+    with pytest.raises(Unreachable, match="it answered something unexpected"):
+        Console(impostor(answer)).get("/version")
+
+
+def test_a_server_that_hangs_up_is_named(impostor):
+    with pytest.raises(Unreachable, match="closed the connection"):
+        Console(impostor(hang_up=True)).get("/version")
+
+
+@pytest.mark.parametrize(
+    "report",
+    [b"no json", b"[]", b"{}", b'{"version": "9", "tiers": [], "tokens": {}}', b"null", b"7", b"[" * 100_000],
 )
 def test_a_report_that_is_none_is_not_believed(impostor, report):
-    with ConsoleConnection(impostor(encode(report, resp3=False))) as remote, pytest.raises(Unreachable):
-        remote.snapshot()
+    with pytest.raises(Unreachable):
+        Console(impostor(answered(report))).snapshot()
 
 
 def test_what_a_server_says_does_not_steer_the_terminal(impostor, now):
     hostile = "\x1b]0;owned\x07\x9b2J\r\n"
     now["clients"][0]["name"] = now["why_not_ready"] = hostile
     now["ready"] = False
-    answer = encode(json.dumps(now).encode(), resp3=False)
-    with ConsoleConnection(impostor(answer, encode(Error(f"ERR {hostile}"), resp3=False))) as remote:
-        said = stats(remote.snapshot(), "here")
-        with pytest.raises(Unreachable) as error:
-            remote.ask("PING")
+    remote = Console(impostor(answered(now), answered({"error": hostile}, 400)))
+    said = stats(remote.snapshot(), "here")
+    with pytest.raises(Unreachable) as error:
+        remote.get("/version")
     for text in (said, str(error.value)):
         assert all(letter.isprintable() or letter == "\n" for letter in text)
 
@@ -851,8 +869,7 @@ def test_a_server_on_every_address_is_asked_on_this_host():
 
 @pytest.fixture
 def now(shared: Serve) -> Snapshot:
-    with ConsoleConnection(parse_address(shared.redis)) as remote:
-        return remote.snapshot()
+    return Console(parse_address(shared.redis)).snapshot()
 
 
 def test_top_without_a_terminal_is_a_line_a_look(run, shared):
@@ -895,14 +912,12 @@ def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_clien
             wire.expect("PONG", "PING")
 
             def is_down() -> bool:
-                with ConsoleConnection(parse_address(server.redis)) as remote:
-                    found = remote.snapshot()
+                found = Console(parse_address(server.redis)).snapshot()
                 client.release(client.wait(client.match(names(str(found["time"]), 3), FORM)))
                 return found["verdicts"][0]["state"] == "bad"
 
             until(is_down)
-            with ConsoleConnection(parse_address(server.redis)) as remote:
-                down = remote.snapshot()
+            down = Console(parse_address(server.redis)).snapshot()
             said = re.compile(r"redis is down: loads have failed for \d+ s: Connection refused")
             assert said.search("\n".join(frame(down, timeline(down, []), "here", 120, 24)[1:3]))
             out = run("top", "--server", server.redis, "--times", "1")[1]
@@ -991,8 +1006,8 @@ def test_explain_says_why_in_lines_or_in_json(run, shared):
 
 @pytest.mark.parametrize("reply", [b"{}", b"[1]", b'[{"why": "x"}]', b"no json"])
 def test_an_explanation_that_is_none_is_not_believed(impostor, reply):
-    with ConsoleConnection(impostor(encode(reply, resp3=False))) as remote, pytest.raises(Unreachable):
-        remote.explanations(3)
+    with pytest.raises(Unreachable):
+        Console(impostor(answered(reply))).explanations(3)
 
 
 def snapshots() -> st.SearchStrategy[dict[str, Any]]:

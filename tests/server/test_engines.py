@@ -20,7 +20,7 @@ from lmtier.core.grant import Grant
 from lmtier.format.keys import namespace, state_key, value_key
 from lmtier.format.layout import LayerShape, Layout, Shard, form_of, padded, stored_size
 from lmtier.server.access import Role
-from lmtier.server.commands import PAUSE, Caller, WithDescriptor
+from lmtier.server.commands import PAUSE, Caller, Refused, WithDescriptor
 from lmtier.server.engines import EngineVerbs
 from lmtier.server.ledger import KEY_OVERHEAD, OBJECT_OVERHEAD
 from lmtier.testing import Gate, MemoryTier, SlowTier
@@ -77,6 +77,11 @@ class Connection:
         assert count == command.arity or command.arity < 0 <= count + command.arity, "arity"
         return command.handler(self.caller, [verb.encode(), *arguments])
 
+    def call(self, path: str, **arguments: Any) -> Any:
+        """The answer to a call of the JSON API; if it is refused, the error."""
+        answer = self.say("CALL", path, json.dumps(arguments))
+        return answer if isinstance(answer, Error) else json.loads(answer)
+
     def resume(self, waiting: Any) -> Any:
         self.engines.cache._wait(time.monotonic() + 0.05)
         self.engines.cache.step()
@@ -85,6 +90,8 @@ class Connection:
             return waiting
         except StopIteration as end:
             return end.value
+        except Refused as refused:
+            return refused.error
 
     def read(self, value: Any) -> Any:
         replies = ReplyReader()
@@ -337,7 +344,10 @@ def test_a_wait_ends_when_the_chunks_have_come(make):
     assert "loading" not in connection.read(waiting)
 
 
-DELETIONS: list[tuple[Any, ...]] = [("CLEAR", "FORCE"), ("DISCARD", b"".join(keys(3)))]
+DELETIONS: list[tuple[Any, ...]] = [
+    ("CALL", "/api/clear", '{"force": true}'),
+    ("DISCARD", b"".join(keys(3))),
+]
 
 
 @pytest.mark.parametrize("deletion", DELETIONS, ids=lambda each: each[0])
@@ -505,13 +515,13 @@ def test_one_model_can_be_cleared(engines):
     connection = Connection(engines, "NAME", "x")
     connection.store(keys(2, "llama"))
     connection.store(keys(2, "qwen"))
-    assert connection.say("CLEAR", "NAMESPACE", "llama") == "OK"
+    assert connection.call("/api/clear", model="llama") == {}
     assert connection.match(keys(2, "llama"))["sources"] == b""
     held = connection.match(keys(2, "qwen"))
     assert held["sources"] == b"cpu*2"
-    connection.say("CLEAR", "PREFIX", namespace("qwen").hex())
+    connection.call("/api/clear", prefix=namespace("qwen").hex())
     assert engines.cache.slab.used == 2 * ROOM, "leased"
-    connection.say("CLEAR", "FORCE")
+    connection.call("/api/clear", force=True)
     connection.say("RELEASE", held["id"])
     assert engines.cache.slab.used == 0
 
@@ -543,7 +553,7 @@ def test_adapters_do_not_push_their_own_model_out(engines):
         assert engine.say("MODEL", form, model, f"adapter {number}") == "OK"
     told = [
         (each["identity"]["model"], bytes.fromhex(each["lora"]).decode())
-        for each in json.loads(engine.say("MODELS"))
+        for each in engine.call("/api/models")
     ]
     assert len(told) == MAX_MODELS
     assert told[-1] == ("m", "")
@@ -552,18 +562,17 @@ def test_adapters_do_not_push_their_own_model_out(engines):
 
 def test_books_that_do_not_agree_are_an_error(engines):
     connection = Connection(engines)
-    assert connection.say("CHECK") == "OK"
+    assert connection.call("/api/check") == {}
     engines.cache.slab.used += 1
-    assert connection.say("CHECK").startswith("ERR an invariant of the cache does not hold")
+    assert connection.call("/api/check").startswith("BROKEN an invariant of the cache does not hold")
     engines.cache.slab.used -= 1
 
 
 def test_statistics_say_what_each_tier_holds(engines):
     connection = Connection(engines, "NAME", "x")
     connection.store(keys(2))
-    assert connection.say("STATS") == {
-        "cpu": [b"chunks", 2, b"used", 2 * ROOM, b"capacity", 20 * ROOM],
-    }
+    (tier,) = connection.call("/api/stats")["tiers"]
+    assert (tier["tier"], tier["chunks"], tier["used"], tier["capacity"]) == ("cpu", 2, 2 * ROOM, 20 * ROOM)
 
 
 def test_a_prefix_that_the_engine_had_itself_stays_young(make):
@@ -614,12 +623,54 @@ def test_a_prefix_that_the_engine_had_itself_stays_young(make):
         ("RELEASE", ("it",), "ERR 'it' is not a match"),
         ("COMMIT", (99, "*"), "NOSUCH reservation 99"),
         ("ABORT", ("9" * 30, "*"), f"ERR '{'9' * 30}' is not a reservation"),
-        ("CLEAR", ("EVERYTHING",), "ERR LMTIER.CLEAR takes"),
-        ("CLEAR", ("PREFIX", "xyz"), "ERR 'xyz' is not hexadecimal"),
-        ("CLEAR", ("PREFIX", "00" * 33), "ERR LMTIER.CLEAR takes"),
-        ("CLEAR", ("PREFIX", ""), "ERR LMTIER.CLEAR takes"),
-        ("CLEAR", ("STOREDBY", "", "FORCE"), "ERR STOREDBY needs the name of an engine"),
-        ("CLEAR", ("SINCE", ""), "ERR '' is not a time in milliseconds"),
+        ("CALL", ("/api/nothing",), "ERR there is no such call; there are /api/stats, "),
+        *(
+            ("CALL", (path, text), error)
+            for path, text, error in (
+                (
+                    "/api/clear",
+                    '{"everything": 1}',
+                    "ERR /api/clear takes model, prefix, ",
+                ),
+                ("/api/clear", '{"prefix": "xyz"}', "ERR prefix='xyz' is not hexadecimal"),
+                ("/api/clear", '{"prefix": "%s"}' % ("00" * 33), "ERR prefix has 1 to 32 bytes"),
+                ("/api/clear", '{"prefix": ""}', "ERR prefix has 1 to 32 bytes"),
+                ("/api/clear", '{"prefix": "00", "model": "x"}', "ERR model and prefix do not go together"),
+                ("/api/clear", '{"model": "\\ud800"}', "ERR an argument is no text"),
+                ("/api/set", '{"settings": {"a": ' + "[" * 900 + "]" * 900 + "}}", "ERR settings are names"),
+                ("/api/unpin", '{"name": ' + '{"settings":' * 900 + "1" + "}" * 901, "ERR name is text, not"),
+                (
+                    "/api/prefetch",
+                    '{"keys": [], "identity": ' + '{"a":' * 900 + "1" + "}" * 901,
+                    "ERR an identity is JSON",
+                ),
+                (
+                    "/api/prefetch",
+                    '{"identity": {"model": "x"}, "lora": "ff", "keys": []}',
+                    "ERR an argument is no text",
+                ),
+                ("/api/clear", '{"stored_by": ""}', "ERR stored_by needs the name of an engine"),
+                ("/api/clear", '{"since": ""}', "ERR since is a whole number, not ''"),
+                ("/api/clear", '{"since": -1}', "ERR since=-1 is too large, or negative"),
+                ("/api/clear", '{"since": true}', "ERR since is a whole number, not True"),
+                ("/api/clear", '{"force": 1}', "ERR force is true or false, not 1"),
+                ("/api/clear", '{"seconds": NaN}', "ERR seconds=nan is too large, or negative"),
+                ("/api/clear", '{"seconds": 1e300}', "ERR seconds=1e+300 is too large, or negative"),
+                ("/api/clear", '{"seconds": 90000}', "ERR seconds=90000 is more than a day"),
+                ("/api/clear", "[]", "ERR the arguments of /api/clear are a JSON object"),
+                ("/api/clear", "{", "ERR the arguments of /api/clear are a JSON object"),
+                ("/api/clear", "[" * 200_000, "ERR the arguments of /api/clear are a JSON object"),
+                ("/api/clear", " " * 262_145, "ERR the arguments of /api/clear have at most 262144 bytes"),
+                ("/api/pin", '{"name": "x"}', "ERR /api/pin takes name, keys, seconds: missing a required "),
+                ("/api/pin", '{"name": "x", "keys": ["ab"]}', "ERR a key has 64 hexadecimal digits"),
+                ("/api/pin", '{"name": "x", "keys": [7]}', "ERR a key has 64 hexadecimal digits"),
+                ("/api/pin", '{"name": "x", "keys": {}}', "ERR keys is a list, not {}"),
+                ("/api/pin", '{"name": "\\n", "keys": []}', "ERR a name has 1 to "),
+                ("/api/pin", '{"name": "x", "keys": [], "seconds": 0}', "MISUSE ttl=0"),
+                ("/api/prefetch", '{"identity": {"model": "x"}, "keys": []}', "NOSUCH no engine has sent"),
+                ("/api/prefetch", '{"identity": {"mode": "x"}, "keys": []}', "ERR an identity is JSON"),
+            )
+        ),
         (
             "TELL",
             ('{"identity": {}, "lora": "", "salt": "%s"}' % ("x" * 16384), b"", b"", b""),
@@ -638,7 +689,7 @@ def test_a_wrong_use_is_answered_and_changes_nothing(engines, verb, words, error
     assert isinstance(said, Error)
     assert said.startswith(error)
     assert leased(engines.cache) == 0
-    connection.say("CLEAR")
+    connection.call("/api/clear")
     assert engines.cache.slab.used == 0
 
 
@@ -661,11 +712,11 @@ def test_others_have_their_turns_while_much_is_cleared_or_discarded(make):
     connection.form()
     connection.store(keys(3000))
     many = b"".join(keys(100))
-    for verb, words, left in (("DISCARD", [many], 2900), ("CLEAR", [], 0)):
+    for verb, words, left in (("DISCARD", [many], 2900), ("CALL", [b"/api/clear"], 0)):
         answer = engines.table()[f"LMTIER.{verb}".encode()].handler(connection.caller, [b"", *words])
         assert next(answer) is PAUSE
         assert len(engines.cache.index) > left
-        assert connection.read(_end(answer)) == "OK"
+        assert connection.read(_end(answer)) in ("OK", b"{}")
         assert len(engines.cache.index) == left
 
 
@@ -684,9 +735,8 @@ def test_the_keys_of_all_matches_of_a_session_are_bounded(engines, monkeypatch):
     connection = Connection(engines, "NAME", "x")
     connection.form()
     number = connection.say("MATCH", 0, 0, 100, b"".join(keys(3)))["id"]
-    for verb in (("MATCH", 0, 0, 100), ("BRING", 0, 100)):
-        said = connection.say(*verb, b"".join(keys(3, "b")))
-        assert said.startswith("ERR the matches and reservations of this session take 3.547 KiB: end some")
+    said = connection.say("MATCH", 0, 0, 100, b"".join(keys(3, "b")))
+    assert said.startswith("ERR the matches and reservations of this session take 3.547 KiB: end some")
     connection.say("RELEASE", number, number)
     assert connection.say("MATCH", 0, 0, 100, b"".join(keys(5)))["id"]
     assert connection.say("MATCH", 0, 0, 100, keys(1)[0]).startswith("ERR the matches and reservations")
@@ -697,8 +747,8 @@ def test_who_clears_one_model_after_another_in_a_tier_that_hangs_is_stopped(make
     gate.hold()
     engines = make(20, "null://", opened={"null://": SlowTier(NullTier(), gate)})
     connection = Connection(engines, "NAME", "x")
-    answers = [connection.say("CLEAR", "NAMESPACE", f"model {n}") for n in range(80)]
-    assert answers.count("OK") == 64
+    answers = [connection.call("/api/clear", model=f"model {n}") for n in range(80)]
+    assert answers.count({}) == 64
     assert answers[-1] == "TRYAGAIN tier null has 64 clears to do; try again later"
     gate.open()
 
@@ -728,15 +778,15 @@ ODD += [
     b"".join(keys(4)),
     keys(1)[0].hex().encode(),
     b"ENGINE",
-    b"FORCE",
-    b"NAMESPACE",
-    b"PREFIX",
+    b"/api/clear",
+    b"/api/pin",
+    b'{"prefix": "00"}',
     b"00" * 16,
 ]
 WORD = st.one_of(st.sampled_from(ODD), st.integers(0, 5), st.binary(max_size=40))
 VERBS = [
     *("HELLO", "SLAB", "FORM", "MATCH", "MISSED", "PREFETCH", "POLL", "WAIT", "RELEASE", "SEEN", "RESERVE"),
-    *("PRESENCE", "COMMIT", "ABORT", "DISCARD", "CLEAR", "FORGET", "FLUSH", "VERIFIED", "STATS", "CHECK"),
+    *("PRESENCE", "COMMIT", "ABORT", "DISCARD", "CALL", "FLUSH", "VERIFIED"),
 ]
 
 

@@ -343,12 +343,12 @@ def test_an_origin_that_is_none_is_refused(text):
 
 def test_an_engine_tells_and_asks_over_its_socket(serve):  # noqa: F811
     from lmtier.client.client import Client
-    from lmtier.tools.console import ConsoleConnection, ServerAddress
+    from lmtier.tools.console import Console, ServerAddress
 
     server = serve()
+    remote = Console(ServerAddress(unix=server.path))
     with (
         Client(server.path, name="engine-7") as client,
-        ConsoleConnection(ServerAddress(unix=server.path)) as remote,
     ):
         size = client.chunk_tokens
         tokens = list(range(3 * size))

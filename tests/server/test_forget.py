@@ -14,7 +14,7 @@ from lmtier.format.keys import tenant
 from lmtier.format.layout import Layout, form_of
 from lmtier.tools.cli import main
 from tests.sealed import hex_key, key_file
-from tests.server.process import Wire, served
+from tests.server.process import Wire, served, speak
 from tests.server.test_console import ANY, Serve
 
 A, B, S = tenant("alice"), tenant("bob"), tenant("a secret salt")
@@ -89,8 +89,11 @@ def test_no_key_is_shown_anywhere(tmp_path, tiers):
             shown += answer.read()
         host, _, port = server.redis.rpartition(":")
         with Wire((host, int(port))) as wire:
-            for words in (("INFO",), ("CONFIG", "GET", "*"), ("LMTIER.STATS",), ("LMTIER.MODELS",)):
+            for words in (("INFO",), ("CONFIG", "GET", "*")):
                 shown += repr(wire.ask(*words)).encode()
+        for path in ("stats", "models", "pins", "sessions"):
+            with Wire((host, int(port))) as wire:
+                shown += repr(speak(wire.socket, f"/api/{path}")).encode()
     finally:
         server.end()
     shown += server.log.encode() + server.screen.encode()
@@ -142,14 +145,19 @@ def test_a_mistake_gets_one_sentence(words, said, capsys, monkeypatch):
     assert said in capsys.readouterr().err
 
 
-def test_the_verb_refuses_what_is_no_tenant(tmp_path):
+def test_the_server_refuses_what_is_no_tenant(tmp_path):
     with served(tmp_path) as server:
         for words, said in (
-            (("ID", "00000000"), "MISUSE requests without a salt belong to no tenant"),
-            (("ID", "0000"), "MISUSE the id of a tenant has 4 bytes, not 2"),
-            (("SHARE", "x"), "ERR this server has no share of that name"),
-            (("EVERYONE", "x"), "ERR LMTIER.FORGET takes ID hex | SALT text | SHARE name, and [WAIT ms]"),
+            ({"id": "00000000"}, "requests without a salt belong to no tenant"),
+            ({"id": "0000"}, "the id of a tenant has 4 bytes, not 2"),
+            ({"id": "xy"}, "id='xy' is not hexadecimal"),
+            ({"share": "x"}, "this server has no share of that name"),
+            ({"everyone": "x"}, "/api/forget takes id, salt, share, seconds: got an unexpected "),
+            ({"id": "0000", "salt": "x"}, "/api/forget takes one of id, salt and share"),
+            ({}, "/api/forget takes one of id, salt and share"),
+            ({"salt": "x", "seconds": 1e9}, "seconds=1000000000.0 is more than a day"),
         ):
-            assert str(server.ask("LMTIER.FORGET", *words)).startswith(said)
-        told = json.loads(server.ask("LMTIER.FORGET", "SALT", "alice", "WAIT", "1000"))
+            status, answer = server.asks("/api/forget", words)
+            assert (status, answer["error"][: len(said)]) == (400, said)
+        told = server.call("/api/forget", {"salt": "alice", "seconds": 1})
         assert (told["tenant"], told["tiers"]) == (A.hex(), [])

@@ -14,7 +14,7 @@ from lmtier.client.client import Client
 from lmtier.rules.hints import ACTIONS, MAX_BYTES, envelope
 from lmtier.rules.worth import Cost
 from lmtier.tools.cli import main
-from lmtier.tools.console import ConsoleConnection, ServerAddress
+from lmtier.tools.console import Console, ServerAddress
 from tests.server.process import Served, until
 from tests.server.test_lifetimes import FORM, ROOM, TOKENS, keys, store
 
@@ -45,9 +45,8 @@ def client(server: Served) -> Iterator[Client]:
 
 
 @pytest.fixture
-def remote(server: Served) -> Iterator[ConsoleConnection]:
-    with ConsoleConnection(ServerAddress(unix=server.where["unix"])) as remote:
-        yield remote
+def remote(server: Served) -> Console:
+    return Console(ServerAddress(unix=server.where["unix"]))
 
 
 def ask(client: Client, names: list[bytes], session: str, parent: str = "") -> int:
@@ -58,8 +57,8 @@ def ask(client: Client, names: list[bytes], session: str, parent: str = "") -> i
     return found
 
 
-def listed(remote: ConsoleConnection) -> dict[str, dict[str, Any]]:
-    return {each["session"]: each for each in remote.json("LMTIER.SESSIONS", "100", kind=list)}
+def listed(remote: Console) -> dict[str, dict[str, Any]]:
+    return {each["session"]: each for each in remote.get("/api/sessions", list, most=100)}
 
 
 def test_sessions_are_listed_with_what_they_saved_and_what_is_kept(client, remote, capsys):
@@ -109,11 +108,11 @@ def test_a_person_ends_a_session(client, remote, capsys):
 def test_an_engine_sends_hints_without_waiting(client, remote):
     ask(client, keys(TOKENS[:8]), "hinting")
     client.hint(envelope("e1", ("pin", {})), session="hinting")
-    until(lambda: any(pin["chunks"] == 8 for pin in remote.json("LMTIER.PINS", kind=list)))
+    until(lambda: any(pin["chunks"] == 8 for pin in remote.get("/api/pins", list)))
     client.hint({"protocol_version": "1"})  # refused in the log
     client.hint(envelope("e2", ("session_end", {"session": "hinting"})))
     until(lambda: "hinting" not in listed(remote))
-    assert remote.json("LMTIER.PINS", kind=list) == []
+    assert remote.get("/api/pins", list) == []
 
 
 def post(server: Served, body: bytes, token: str = TOKEN, kind: str = "application/json") -> tuple[int, Any]:
@@ -162,7 +161,7 @@ ODD: list[dict[str, Any]] = [
 def test_whatever_a_hint_names_the_server_refuses_it_and_goes_on(server, client, remote, kind):
     said = json.dumps(envelope(f"odd-{kind}", *((kind, payload) for payload in ODD))).encode()
     status, over_http = post(server, said)
-    over_redis = json.loads(remote.ask("LMTIER.HINT", said))
+    over_redis = json.loads(server.ask("LMTIER.CALL", "/api/hints", said))
     assert status == 200
     for outcomes in over_http, over_redis:
         assert len(outcomes) == len(ODD)
@@ -188,13 +187,24 @@ def test_a_server_without_a_token_takes_no_hints_over_http(tmp_path):
         served.process.wait()
 
 
-def test_wrong_words_are_refused(remote):
-    said = json.dumps(envelope("w"))
-    for words in (
-        ("LMTIER.HINT", said, "MORE"),
-        ("LMTIER.HINT", "{"),
-        ("LMTIER.SESSIONS", "x"),
-        ("LMTIER.SESSIONS", "1", "2"),
-    ):
-        with pytest.raises(Exception, match=r"answered: (?!ERR|MISUSE)\S+ \S+"):
-            remote.ask(*words)
+@pytest.mark.parametrize(
+    ("path", "arguments", "said"),
+    [
+        ("/api/hints", [], "the arguments of /api/hints are a JSON object"),
+        ("/api/hints", {"message_id": "w"}, "an envelope of hints has a protocol_version and a message_id"),
+        (
+            "/api/hints",
+            {"self": 1, "asker": 2},
+            "an envelope of hints has a protocol_version and a message_id",
+        ),
+        ("/api/unpin", {"self": 1, "asker": 2, "name": "x"}, "/api/unpin takes name: "),
+        ("/api/hints", {**envelope("w"), "salt": 7}, "salt is text, not 7"),
+        ("/api/sessions?most=x", None, "most is a whole number, not 'x'"),
+        ("/api/sessions?most=-1", None, "most=-1 is too large, or negative"),
+        ("/api/sessions?most=99999", None, "99999 is more than"),
+        ("/api/sessions?some=1", None, "/api/sessions takes most: got an unexpected "),
+    ],
+)
+def test_wrong_arguments_are_refused(server, path, arguments, said):
+    status, answer = server.asks(path, arguments)
+    assert (status, answer["error"][: len(said)]) == (400, said)

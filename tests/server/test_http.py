@@ -15,8 +15,8 @@ from lmtier.rules.hints import envelope
 from lmtier.server.access import Role, RoleTokens
 from lmtier.server.commands import Caller
 from lmtier.server.connection import HttpConnection
-from lmtier.server.explain import Explain
-from lmtier.server.http import MAX_HEAD, Http, Reply, Response, forms, routes
+from lmtier.server.engines import EngineVerbs
+from lmtier.server.http import MAX_HEAD, Http, Reply, Response, routes
 from lmtier.server.report import Report
 
 PAGES = {
@@ -31,9 +31,14 @@ def tokens(word):
     return lambda: given
 
 
-def talk(data, token=None, pages=PAGES):
+def web(address="here"):
+    """A client of the listener for HTTP."""
+    return Caller(1, address, kind="http")
+
+
+def talk(data, token=None, pages=PAGES, api=None):
     """All replies to these bytes."""
-    conversation = Http(pages, tokens(token)).conversation()
+    conversation = Http(pages, api, tokens(token)).conversation(web())
     conversation.feed(data)
     replies = []
     while (reply := conversation.next()) is not None:
@@ -50,8 +55,8 @@ def taken_apart(reply):
     return int(status), [tuple(field.split(": ", 1)) for field in fields], body
 
 
-def one(data, token=None, pages=PAGES):
-    (reply,) = talk(data, token, pages)
+def one(data, token=None, pages=PAGES, api=None):
+    (reply,) = talk(data, token, pages, api)
     status, fields, body = taken_apart(reply)
     headers = dict(fields)
     assert int(headers["Content-Length"]) == len(body) or data.startswith(b"HEAD")
@@ -131,7 +136,7 @@ def test_pipelined_requests_are_answered_in_order():
 
 
 def test_a_request_may_come_byte_by_byte():
-    conversation = Http(PAGES).conversation()
+    conversation = Http(PAGES).conversation(web())
     data = get("/healthz", "Host: x")
     for byte in data[:-1]:
         conversation.feed(bytes([byte]))
@@ -197,7 +202,7 @@ def test_bodies_are_refused_and_nothing_in_them_is_read():
 
 
 def test_long_headers_are_refused_as_soon_as_they_are_too_long():
-    conversation = Http(PAGES).conversation()
+    conversation = Http(PAGES).conversation(web())
     conversation.feed(b"GET / HTTP/1.1\r\na: " + b"b" * (MAX_HEAD - 20))
     assert conversation.next() is None
     conversation.feed(b"b" * 10)
@@ -208,7 +213,7 @@ def test_long_headers_are_refused_as_soon_as_they_are_too_long():
 
 
 def test_after_the_last_reply_nothing_is_kept_or_answered():
-    conversation = Http(PAGES).conversation()
+    conversation = Http(PAGES).conversation(web())
     conversation.feed(b"\x16")
     reply = conversation.next()
     assert reply is not None
@@ -286,7 +291,7 @@ def test_an_empty_token_is_a_mistake():
 )
 def test_without_a_token_only_names_of_this_host_are_answered(host, status):
     http = Http(PAGES, names=("gpu-7.cluster.example",))
-    conversation = http.conversation()
+    conversation = http.conversation(web())
     conversation.feed(get("/", f"Host: {host}") + get("/healthz", f"Host: {host}"))
     statuses = [taken_apart(conversation.next())[0] for _ in range(2)]
     assert statuses == [status, 200]
@@ -299,7 +304,7 @@ def test_whoever_has_the_token_may_use_any_name():
 
 def test_a_wrong_token_is_told_to_whom_it_is_late_and_asking_without_one_is_not():
     late = {"10.0.0.9:5": 12.5}
-    conversation = Http(PAGES, tokens("sesame"), late.__getitem__).conversation("10.0.0.9:5")
+    conversation = Http(PAGES, None, tokens("sesame"), late.__getitem__).conversation(web("10.0.0.9:5"))
     conversation.feed(get("/") + get("/", basic("a:guess")) + get("/", "Authorization: Bearer sesame"))
     replies = list(iter(conversation.next, None))
     assert [(taken_apart(each)[0], each.at) for each in replies] == [(401, 0.0), (401, 12.5), (200, 0.0)]
@@ -313,24 +318,12 @@ def server():
     with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False)) as cache:
         report = Report(cache, list, started=0.0)
         report.sample()
-        yield report, routes(cache, report, Explain(cache))
+        yield report, routes(cache, report), EngineVerbs(cache, report=report).api
 
 
 def test_the_routes(server):
-    _, pages = server
-    assert set(pages) == {
-        *(
-            "/",
-            "/metrics",
-            "/healthz",
-            "/health",
-            "/readyz",
-            "/version",
-            "/api/stats",
-            "/api/history",
-            "/api/explain",
-        )
-    }
+    _, pages, api = server
+    assert set(pages) == {"/", "/metrics", "/healthz", "/health", "/readyz", "/version"}
     for path in ("/healthz", "/health"):
         assert one(get(path), pages=pages)[2] == b"ok\n"
     assert one(get("/"), pages=pages)[2].startswith(b"<!doctype html>")
@@ -338,12 +331,12 @@ def test_the_routes(server):
     assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert b"\nlmtier_asked_tokens_total 0.0\n" in body
     assert json.loads(one(get("/version"), pages=pages)[2])["version"]
-    assert json.loads(one(get("/api/stats"), pages=pages)[2])["tokens"]["asked"] == 0
-    assert len(json.loads(one(get("/api/history"), pages=pages)[2])["rows"]) == 1
+    assert json.loads(one(get("/api/stats"), api=api)[2])["tokens"]["asked"] == 0
+    assert len(json.loads(one(get("/api/history"), api=api)[2])["rows"]) == 1
 
 
 def test_readiness_is_a_status_and_a_reason(server):
-    report, pages = server
+    report, pages, _ = server
     assert one(get("/readyz"), pages=pages)[::2] == (200, b"ready\n")
     report.stopping = True
     assert one(get("/readyz"), pages=pages)[::2] == (503, b"the server is shutting down\n")
@@ -375,7 +368,7 @@ def test_fifty_thousand_mutated_requests_break_nothing():
         b"\r\n\r\n",
         b"%00",
     ]
-    http = Http(PAGES, tokens("sesame"))
+    http = Http(PAGES, None, tokens("sesame"))
     seen = set()
     for _ in range(50_000):
         data = bytearray(rng.choice(seeds))
@@ -390,7 +383,7 @@ def test_fifty_thousand_mutated_requests_break_nothing():
                     del data[at : at + rng.randrange(1, 9)]
                 case 3:
                     data += data[at:]
-        conversation = http.conversation()
+        conversation = http.conversation(web())
         cut = rng.randrange(len(data) + 1)
         keep = True
         for part in (data[:cut], data[cut:]):
@@ -403,15 +396,16 @@ def test_fifty_thousand_mutated_requests_break_nothing():
 
 
 def test_of_many_hints_each_has_a_turn_of_its_own():
-    """As with LMTIER.HINT: one may look at every session, and other clients wait meanwhile."""
+    """One may look at every session, and other clients wait meanwhile."""
     body = json.dumps(envelope("many", *[("release", {"session": "agent"})] * 5)).encode()
     lines = "Host: x", "Authorization: Bearer sesame", "Content-Type: application/json"
     head = get("/api/hints", *lines, f"Content-Length: {len(body)}").replace(b"GET", b"POST")
     with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False)) as cache:
-        http = Http(PAGES, tokens("sesame"), forms=forms(cache))
+        http = Http(PAGES, EngineVerbs(cache).api, tokens("sesame"))
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        connection = HttpConnection(ours, http.conversation(), Caller(1, "here"))
+        caller = web()
+        connection = HttpConnection(ours, http.conversation(caller), caller)
         theirs.send(head + body + get("/healthz", *lines))
         done = []
         connection.read_and_run()

@@ -172,8 +172,9 @@ def test_the_secret_of_an_engine_is_shown_to_nobody(server, third):
         with pytest.raises(TierError, match="'rank 0' is connected and saves shard L0-2H0-1") as refused:
             Client(server.where["unix"], engine=SECRET, shard=LEFT)
         said = [str(refused.value), repr(victim)]
-        asked = ["CLIENT LIST", "CLIENT INFO", "INFO", "CONFIG GET *", "LMTIER.REPORT", "LMTIER.STATS"]
-        asked += ["LMTIER.HELLO 1 NAME curious", "LMTIER.EXPLAIN", "LMTIER.SESSIONS", "LMTIER.MODELS"]
+        asked = ["CLIENT LIST", "CLIENT INFO", "INFO", "CONFIG GET *"]
+        asked += [f"LMTIER.CALL /api/{each}" for each in ("stats", "explain", "sessions", "models", "pins")]
+        asked += ["LMTIER.HELLO 1 NAME curious"]
         said += [repr(wire.ask(*words.split())) for words in asked]
         for page in ("metrics", "api/stats", "api/explain", "api/history"):
             with urllib.request.urlopen(f"http://{server.where['http']}/{page}", timeout=20) as answer:

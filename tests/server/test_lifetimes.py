@@ -16,17 +16,17 @@ import pytest
 from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.core.cache import Cache
+from lmtier.core.match import Match
+from lmtier.core.placement import read_runs
 from lmtier.errors import MisuseError
-from lmtier.format.keys import KEY_BYTES, Identity, KeyChain, seed
-from lmtier.format.layout import form_of, padded
-from lmtier.server.engines import EngineVerbs
+from lmtier.format.keys import Identity, KeyChain, seed
+from lmtier.format.layout import ChunkForm, form_of, padded
+from lmtier.server import prefetching
 from lmtier.testing import MemoryTier, opaque_layout
 from lmtier.tiers.base import Item
-from lmtier.tools import prefixes
 from lmtier.tools.cli import main
-from lmtier.tools.console import ConsoleConnection
 from tests.server.process import PATIENCE, Served, until
-from tests.server.test_engines import Connection
+from tests.server.test_engines import leased
 
 LAYOUT = opaque_layout(8192)  # one token a chunk
 FORM = form_of(LAYOUT, [LAYOUT.whole])
@@ -101,7 +101,7 @@ def test_what_runs_out_while_the_server_is_down_is_not_served_after(server, clie
     with Client(server.where["unix"]) as again:
         assert look(again, keys(TOKENS, "kept")) == ["disk"] * 12
         assert look(again, keys(TOKENS)) == []
-        assert server.ask("LMTIER.REPORT")["tokens"]["missed"] == {"expired": 12}
+        assert server.report()["tokens"]["missed"] == {"expired": 12}
         again.check()
 
 
@@ -151,7 +151,7 @@ def test_a_prompt_is_brought_up_and_pinned_by_its_tokens(server, client, run, tm
             ["2", "5", "5", "3", "0", "2"],
             ["pinned", "as", "p:", "5", "in", "cpu,", "5", "in", "disk"],
         ]
-        report = server.ask("LMTIER.REPORT")
+        report = server.report()
         assert (report["lookups"], report["tokens"]["asked"]) == (1, 12)
         assert [tier["pinned"] for tier in report["tiers"]] == [5 * ROOM, 5 * (ROOM + 4096)]
 
@@ -239,24 +239,6 @@ class Slow(MemoryTier):
         return super().read(item, buffers)
 
 
-class Line(ConsoleConnection):
-    """One that is in this process."""
-
-    def __init__(self, engines: EngineVerbs) -> None:
-        self._connection = Connection(engines)
-        self.brought: list[int] = []
-        """Keys of each request to bring some up."""
-
-    def ask(self, *words: str | bytes, timeout: float | None = None) -> Any:
-        verb = str(words[0])
-        if verb == "LMTIER.BRING":
-            self.brought.append(sum(map(len, words[3:])) // KEY_BYTES)
-        reply = self._connection.say(verb.removeprefix("LMTIER."), *words[1:])
-        if not isinstance(reply, dict):
-            return reply
-        return [part for name, value in reply.items() for part in (name.encode(), value)]
-
-
 @pytest.mark.parametrize(
     ("seconds", "late"),
     [(0.005, 0), (0.0, 4), (0.0, 6)],
@@ -265,20 +247,33 @@ class Line(ConsoleConnection):
 def test_what_is_brought_up_from_a_slow_tier_comes_all_the_same(monkeypatch, seconds, late):
     names = keys(list(range(300)))
     url, tier = "memory://?capacity=100MiB", Slow(seconds, late)
-    monkeypatch.setattr(prefixes, "_PORTION", 8 * ROOM)
+    monkeypatch.setattr(prefetching, "_PORTION", 8 * ROOM)
     tiers = (f"cpu://?capacity={310 * ROOM}", url)
     settings = Config(tiers=tiers, chunk_tokens=1, prefault=False, load_deadline=0.4)
     with Cache(settings, tiers={url: MemoryTier(tier.objects)}) as cache:
         cache.commit(cache.reserve(names, FORM))
         assert cache.flush()
     with Cache(settings, tiers={url: tier}, shared=True) as cache:
-        line = Line(EngineVerbs(cache))
-        done: list[int] = []
-        model = prefixes.DeclaredModel(IDENTITY, "", LAYOUT.to_json().decode(), [str(LAYOUT.whole)], ROOM)
-        (brought,) = prefixes.load_prompts(line, model, [names], done.append)
-        assert (brought.there + brought.brought_up["memory"], brought.missing) == (300, 0)
-        assert sum(done) == 300
-        assert line.brought[0] == 8
+        asked: list[int] = []
+        bring = cache.bring
+
+        def counted(keys: Sequence[bytes], form: ChunkForm, **options: Any) -> Match:
+            asked.append(len(keys))
+            return bring(keys, form, **options)
+
+        monkeypatch.setattr(cache, "bring", counted)
+        going, found = prefetching.prefetching(cache, names, FORM), None
+        while found is None:
+            try:
+                next(going)
+            except StopIteration as end:
+                found = end.value
+            cache._wait(time.monotonic() + 0.05)
+            cache.step()
+        assert len(read_runs(found["sources"].encode())) == 300
+        assert (found["is_over"], found["why"]) == (True, "")
+        assert asked[0] == 8
+        assert leased(cache) == 0
         assert not cache.lower[0].load_breaker.is_open
 
 
@@ -295,5 +290,5 @@ def test_an_engine_that_comes_back_tells_its_model_again(server, client):
     client.check()
     restart(server)
     until(lambda: look(client, keys(TOKENS)) == [] and client.stats() != {})
-    (model,) = json.loads(server.ask("LMTIER.MODELS"))
+    (model,) = server.call("/api/models")
     assert model["identity"]["model"] == "m"

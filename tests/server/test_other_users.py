@@ -31,7 +31,7 @@ COMMANDS = [
     *("GET name", "SET name other", "MGET name", "KEYS *", "SCAN 0", "DBSIZE", "FLUSHALL", "MULTI", "PING"),
     *("INFO", "CONFIG GET *", "CLIENT LIST", "CLIENT KILL ID 1", "COMMAND COUNT", "HELLO 3", "AUTH guess"),
     *("HELLO 2 AUTH default guess", "LMTIER.HELLO 1", "LMTIER.CHANGES 0", f"LMTIER.READ {KEY}.L0-1H0-1"),
-    *("LMTIER.EXPLAIN", "LMTIER.CLEAR", "LMTIER.HINT {}", "LMTIER.REPORT", "LMTIER.MODELS", "NOTHING"),
+    *("LMTIER.CALL /api/stats", "LMTIER.CALL /api/clear", "LMTIER.CALL /api/hints {}", "NOTHING"),
 ]
 PAGES = dict.fromkeys(("/", "/api/stats", "/api/history", "/api/explain", "/version", "/nothing"), 403)
 OPEN = dict.fromkeys(("/metrics", "/healthz", "/health", "/readyz"), 200)

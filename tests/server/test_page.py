@@ -13,8 +13,11 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.format.layout import form_of, padded
+from lmtier.server.api import Api
+from lmtier.server.commands import Caller
 from lmtier.server.explain import Explain
 from lmtier.server.http import Http, routes
+from lmtier.server.models import Models
 from lmtier.server.report import Report
 from lmtier.testing import Gate, MemoryTier, SlowTier, opaque_layout
 from tests.browser import Browser
@@ -45,7 +48,8 @@ class Server:
         self.turn = threading.Lock()
         """A cache has one owner: who holds this."""
         self.explain = Explain(cache)
-        self._http = Http(routes(cache, self.report, self.explain))
+        api = Api(cache, self.explain, Models(), self.report, lambda steps: steps)
+        self._http = Http(routes(cache, self.report), api)
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"
@@ -65,7 +69,7 @@ class Server:
             self._threads[-1].start()
 
     def _serve(self, connection):
-        conversation = self._http.conversation()
+        conversation = self._http.conversation(Caller(1, "here", kind="http"))
         with connection:
             while True:
                 try:
@@ -79,8 +83,8 @@ class Server:
                 with self.turn:
                     self.report.sample()
                     replies = []
-                    while (reply := conversation.next()) is not None:
-                        replies.append(reply)
+                    while (reply := conversation.next()) is not None or conversation.is_answering:
+                        replies += [reply] if reply is not None else []
                 try:
                     for reply in replies:
                         connection.sendall(reply.data)

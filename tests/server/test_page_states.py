@@ -148,8 +148,8 @@ def talk(client: Client, times: int, name: str = "qwen3-8b", prompts: int = 20, 
 
 def settle(state: State, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The report, once the condition is true of it."""
-    until(lambda: condition(state.server.ask("LMTIER.REPORT")), 30.0)
-    report: dict[str, Any] = state.server.ask("LMTIER.REPORT")
+    until(lambda: condition(state.server.report()), 30.0)
+    report: dict[str, Any] = state.server.report()
     return report
 
 
@@ -271,7 +271,7 @@ def test_memory_that_is_too_small_over_a_disk(state: State) -> None:
     client.costs(Cost(0.01, 1e-3, 1e-9, 1e-8))
     talk(client, 400, prompts=150)
     verdicts = state.look("one-tier", "document.querySelectorAll('#rate rect').length > 1")
-    tokens = state.server.ask("LMTIER.REPORT")["tokens"]
+    tokens = state.server.report()["tokens"]
     lost = sum(tokens["dropped"].values())
     stored = lost + tokens["stored"]["disk"]
     if lost > LOST * stored:  # memory is so small that chunks may leave it before the disk has them
@@ -283,7 +283,7 @@ def test_memory_that_is_too_small_over_a_disk(state: State) -> None:
         state.browser.evaluate(f"document.querySelector('[data-verdict={name}]').open = true")
     state.browser.resize(1440, 2000)
     state.picture("details")
-    curve = state.server.ask("LMTIER.REPORT")["curve"]
+    curve = state.server.report()["curve"]
     gain = max(each["2"] for each in curve.values()) - max(each["1"] for each in curve.values())
     assert (verdicts["memory"][0] == "warn") == (gain >= 0.05)
 
@@ -365,7 +365,7 @@ def test_redis_clients_only(state: State) -> None:
                 wire.expect("OK", "SET", f"value:{turn}", "x" * 40_000)
                 wire.ask("GET", f"value:{(turn * 7 + number) % 44}")
         verdicts = state.look("redis-clients", "document.querySelectorAll('#rate rect').length > 1")
-        values = server.ask("LMTIER.REPORT")["values"]
+        values = server.report()["values"]
     assert verdicts["working"][2].startswith("cpu works; 2")
     assert "Redis clients" in verdicts["working"][2]
     share = values["hit"] / (values["hit"] + values["missed"])
@@ -397,7 +397,7 @@ def test_twenty_models(state: State) -> None:
         "[...document.querySelectorAll('#models tr')].map(row => row.dataset.name)"
     )
     assert sorted(names) == [f"org/model-{number:02}" for number in range(20)]
-    report = state.server.ask("LMTIER.REPORT")
+    report = state.server.report()
     assert sum(each["asked"] for each in report["models"]) == report["tokens"]["asked"]
     assert sum(each["hit"] for each in report["models"]) == sum(report["tokens"]["hit"].values())
     state.picture("twenty-models-details")

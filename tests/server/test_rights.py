@@ -57,24 +57,32 @@ class Audit:
 
     def __init__(self, server: Served) -> None:
         self._server = server
-        self._begin = f"LMTIER.UNPIN begin-{next(self.numbers)}"
-        with of(server, Role.ADMIN) as wire:
-            wire.expect(0, *self._begin.split())
+        self._begin = f"begin-{next(self.numbers)}"
+        server.call("/api/unpin", {"name": self._begin})
 
     def lines(self) -> list[tuple[str, str]]:
         facts = map(json.loads, self._server.log.read_text().splitlines())
         lines = [(each["audit"], each["what"]) for each in facts if "audit" in each]
-        begin = ("accepted", self._begin)
+        begin = ("accepted", f"/api/unpin name={self._begin}")
         return lines[lines.index(begin) + 1 :] if begin in lines else []
 
     def says(self, expected: list[tuple[str, str]], about: str = "") -> None:
         """Exactly this, of what begins so."""
-        end = ("accepted", f"LMTIER.UNPIN end-{next(self.numbers)}")
-        with of(self._server, Role.ADMIN) as wire:
-            wire.expect(0, *end[1].split())
+        name = f"end-{next(self.numbers)}"
+        self._server.call("/api/unpin", {"name": name})
+        end = ("accepted", f"/api/unpin name={name}")
         until(lambda: end in self.lines())
         found = self.lines()
         assert [each for each in found[: found.index(end)] if each[1].startswith(about)] == expected
+
+    def says_how(self, expected: list[str]) -> None:
+        """Whether what is written was accepted or refused."""
+        name = f"end-{next(self.numbers)}"
+        self._server.call("/api/unpin", {"name": name})
+        end = ("accepted", f"/api/unpin name={name}")
+        until(lambda: end in self.lines())
+        found = self.lines()
+        assert [how for how, _ in found[: found.index(end)]] == expected
 
 
 def everything(server: Served) -> dict[str, int]:
@@ -84,10 +92,10 @@ def everything(server: Served) -> dict[str, int]:
 
 
 def test_the_table_has_each_command_page_and_hint_and_nothing_else(server):
-    pages = {page for page in RIGHTS if page.startswith("/")}
+    pages = {page for page in RIGHTS if page.startswith("/") and ":" not in page}
     status, body = page(server, "/no-such-page", Role.ADMIN)
     assert status == 404
-    assert pages == {*re.findall(r"/[\w/]*", json.loads(body)["error"]), "/api/hints"}
+    assert pages == {*re.findall(r"/[\w/]*", json.loads(body)["error"])}
     assert {f"hint:{kind}" for kind in ACTIONS} == {
         row for row in RIGHTS if row.startswith("hint:") and row.count(":") == 1
     }
@@ -98,7 +106,7 @@ def test_the_table_has_each_command_page_and_hint_and_nothing_else(server):
 def variants(name: str, words: int) -> list[list[str]]:
     """Words for this command that have no effect, once for each of its rows."""
     plain = {"HELLO": ["3", "AUTH", "default", "wrong"]}.get(name, [KEY] * (words - 1))
-    rest = {"CLIENT:KILL": ["KILL", "ADDR", KEY], "LMTIER.EXPLAIN:TOKENS": ["5", "TOKENS"]}
+    rest = {"CLIENT:KILL": ["KILL", "ADDR", KEY]}
     return [plain, *(rest[row] for row in RIGHTS if row.startswith(f"{name}:"))]
 
 
@@ -126,41 +134,103 @@ def test_each_command_is_for_the_roles_that_the_table_names(server, role):
     audit.says(expected)
 
 
-def test_a_word_that_only_looks_like_tokens_gives_no_prompts(server):
-    """In Unicode more letters than S become an S in upper case."""
-    with of(server, Role.LOOK) as wire:
-        for words in (["TOKEN\u017f"], ["5", "to\u212aens"], ["5", "token\u017f"]):
-            answer = wire.ask("LMTIER.EXPLAIN", *words)
-            assert isinstance(answer, Error), words
-            assert answer.startswith("ERR "), words
-        assert wire.ask("LMTIER.EXPLAIN", "5", "tokens").startswith("NOPERM")
-        assert json.loads(wire.granted("LMTIER.EXPLAIN", "5")) is not None
-    with of(server, Role.ADMIN) as wire:
-        assert json.loads(wire.granted("LMTIER.EXPLAIN", "tokens")) is not None
+ARGUMENTS: dict[str, Any] = {
+    "/api/hints": envelope("none"),
+    "/api/prefetch": {"identity": {"model": "m"}, "keys": [KEY]},
+    "/api/pin": {"name": "rights", "keys": [KEY]},
+    "/api/unpin": {"name": "rights"},
+    "/api/set": {"settings": {"log_level": "info"}},
+    "/api/clear": {"prefix": "00"},
+    "/api/forget": {"id": "00000001", "seconds": 1},
+    "/api/check": {},
+}
+"""For each call with a body."""
 
 
-def page(server: Served, path: str, role: Role, body: bytes | None = None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(server.where["http"], timeout=20)
-    headers = {"Content-Type": "application/json"}
-    if role:
-        headers["Authorization"] = f"Bearer {WORDS[role]}"
-    connection.request("GET" if body is None else "POST", path, body, headers)
-    answer = connection.getresponse()
-    said = answer.status, answer.read()
-    connection.close()
-    return said
+def ways(server: Served) -> dict[str, Any]:
+    """The listeners: of each an address, and what a client may do there without a token."""
+    address = server.where["http"].rpartition(":")
+    return {"http": (address[0], int(address[2])), "redis": server.address, "unix": server.where["unix"]}
 
 
+@pytest.mark.parametrize("way", ["http", "redis", "unix"])
 @pytest.mark.parametrize("role", Role)
-def test_each_page_is_for_the_roles_that_the_table_names(server, role):
-    said = json.dumps(envelope("none")).encode()
-    for path, right in RIGHTS.items():
-        if path.startswith("/"):
-            status, _ = page(server, path, role, said if path == "/api/hints" else None)
-            assert (status not in (401, 403)) == (role >= right.role), (path, status)
+def test_each_page_and_call_is_for_the_roles_that_the_table_names(server, role, way):
+    """On each listener. Without a token only the owner's Unix socket gives a role."""
+    has_role = Role.ADMIN if way == "unix" and not role else role
+    audit, expected = Audit(server), []
+    for row, right in RIGHTS.items():
+        if not row.startswith("/"):
+            continue
+        path, _, argument = row.partition(":")
+        body, query = ARGUMENTS.get(path), f"?{argument}=true" if argument else ""
+        data = None if body is None else json.dumps(body).encode()
+        status, _ = page(server, path + query, role, data, ways(server)[way])
+        needed = max(right.role, Role.LOOK) if way != "http" else right.role
+        assert (status not in (401, 403)) == (has_role >= needed), (row, status)
+        # An attempt without a token is not written, because then anybody could fill the log.
+        if right.is_audited and has_role:
+            expected.append("accepted" if has_role >= right.role else "refused")
+    audit.says_how(expected)
 
 
-@pytest.mark.parametrize("way", ["LMTIER.HINT", "/api/hints"])
+def test_what_looks_like_an_argument_that_takes_more_gives_no_more(server):
+    for query in ("tokens=%C5%BF", "tokens=yes", "token=1", "tokens=1", "Tokens=1", "tokens=0x1"):
+        status, _ = page(server, f"/api/explain?{query}", Role.ADMIN)
+        assert status == 400, query
+        assert page(server, f"/api/explain?{query}", Role.LOOK)[0] in (400, 403), query
+    assert page(server, "/api/explain?tokens=true&tokens=false", Role.ADMIN)[0] == 200
+    for words in ("tokens=true", "most=5&tokens=true"):
+        assert page(server, f"/api/explain?{words}", Role.LOOK)[0] == 403
+        assert page(server, f"/api/explain?{words}", Role.ENGINE)[0] == 403
+    for words in ("", "?tokens=false", "?most=5"):
+        assert page(server, f"/api/explain{words}", Role.LOOK)[0] == 200
+    with of(server, Role.LOOK) as wire:
+        answer = wire.ask("LMTIER.CALL", "/api/explain", '{"tokens": true}')
+        assert isinstance(answer, Error)
+        assert answer.startswith("NOPERM")
+
+
+def page(
+    server: Served, path: str, role: Role, body: bytes | None = None, address: Any = None, **headers: str
+) -> tuple[int, bytes]:
+    address = address or ways(server)["http"]
+    with Wire(address) as wire:
+        connection = http.client.HTTPConnection("localhost", timeout=20)
+        connection.sock = wire.socket
+        headers = {"Content-Type": "application/json", **headers}
+        if role:
+            headers["Authorization"] = f"Bearer {WORDS[role]}"
+        connection.request("GET" if body is None else "POST", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+@pytest.mark.parametrize("way", ["redis", "unix"])
+def test_a_web_page_in_an_operators_browser_changes_nothing(tmp_path, way):
+    """Its browser runs as the operator, so a server without a token takes it for one."""
+    with served(tmp_path, unix=str(tmp_path / "s"), http="127.0.0.1:0") as server:
+        address, body = ways(server)[way], b"{}"
+        server.ask("SET", "name", "value")
+
+        def status(**headers: str) -> int:
+            return page(server, "/api/clear", Role.NONE, body, address, **headers)[0]
+
+        assert status(**{"Content-Type": "text/plain"}) == 415, "the types that a page may send unasked"
+        assert status(**{"Content-Type": "application/x-www-form-urlencoded"}) == 415
+        assert status(Origin="http://attacker.example") == 403
+        assert status(Origin="null") == 403
+        assert status(Host="attacker.example:6380", Origin="http://attacker.example:6380") == 421
+        assert page(server, "/api/stats", Role.NONE, None, address, Host="attacker.example")[0] == 421
+        assert page(server, "/api/clear", Role.NONE, None, address)[0] == 405
+        assert server.ask("DBSIZE") == 1
+        assert page(server, "/api/clear", Role.NONE, body, ways(server)["http"])[0] == 403
+        assert server.ask("DBSIZE") == 1
+        assert status() == 200
+        assert server.ask("DBSIZE") == 0
+
+
+@pytest.mark.parametrize("way", ["LMTIER.CALL", "/api/hints"])
 @pytest.mark.parametrize("role", [Role.ENGINE, Role.ADMIN])
 def test_each_hint_is_for_the_roles_that_the_table_names_and_in_the_audit(server, role, way):
     audit, expected = Audit(server), []
@@ -169,7 +239,7 @@ def test_each_hint_is_for_the_roles_that_the_table_names_and_in_the_audit(server
             if not row.startswith("hint:"):
                 continue
             kind, _, keyed = row.removeprefix("hint:").partition(":")
-            name = f"{role.name}-{way}-{number}"
+            name = f"{role.name}-{way[-5:]}-{number}"
             chain = keys([number + 1, 2, 3], name)
             match = engine.match(chain, FORM, session=name, parent="")
             engine.release(match)
@@ -177,8 +247,9 @@ def test_each_hint_is_for_the_roles_that_the_table_names_and_in_the_audit(server
             payload: dict[str, Any] = {"keys": [chain[0].hex()]} if keyed else {"session": name}
             payload |= {"seconds": 60} if kind in ("retain", "ttl", "pin") else {}
             said = envelope(name, (kind, payload))
-            if way == "LMTIER.HINT":
-                (outcome,) = json.loads(wire.granted("LMTIER.HINT", json.dumps(said), "SALT", name))
+            if way == "LMTIER.CALL":
+                text = json.dumps({**said, "salt": name})
+                (outcome,) = json.loads(wire.granted("LMTIER.CALL", "/api/hints", text))
             else:
                 status, body = page(server, way, role, json.dumps({**said, "salt": name}).encode())
                 assert status == 200
@@ -188,10 +259,10 @@ def test_each_hint_is_for_the_roles_that_the_table_names_and_in_the_audit(server
             if right.is_audited:
                 how = "accepted" if role >= right.role else "refused"
                 what = f"{kind}={about}"
-                expected.append((how, f"LMTIER.HINT {what[:64]}{'…' * (len(what) > 64)}"))
+                expected.append((how, f"/api/hints {what[:64]}{'…' * (len(what) > 64)}"))
             engine.unpin(f"{tenant(name).hex()} {about}")
             engine.clear()
-    audit.says(expected, "LMTIER.HINT")
+    audit.says(expected, "/api/hints")
 
 
 def test_a_chunk_that_an_engine_discards_is_in_the_audit(server):

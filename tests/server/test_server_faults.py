@@ -287,7 +287,7 @@ def disk(folder: Path, capacity: str) -> str:
 
 
 def is_written(server: Served) -> bool:
-    queue: int = server.ask("LMTIER.REPORT")["tiers"][1]["queue"]
+    queue: int = server.report()["tiers"][1]["queue"]
     return not queue
 
 
@@ -431,7 +431,7 @@ def test_a_damaged_file_is_no_value(tmp_path: Path):
                 assert value in (None, content(i, 50_000))
                 intact += value is not None
             assert intact <= 3  # where padding was hit
-            assert server.ask("LMTIER.REPORT")["corrupt"] >= 6 - intact  # the short ones are not even there
+            assert server.report()["corrupt"] >= 6 - intact  # the short ones are not even there
             for i in range(10):
                 wire.expect("OK", "SET", f"k{i}", "new")
                 wire.expect(b"new", "GET", f"k{i}")
@@ -496,7 +496,7 @@ def test_what_is_cleared_by_force_while_it_comes_is_gone(tmp_path: Path):
             other.expect("OK", "SET", "k", "older")
             wire.send(frame[: -MIB // 2])
             until(lambda frame=frame: server.held()[1] > len(frame) - 8192)  # type: ignore[misc]
-            other.expect("OK", "LMTIER.CLEAR", "FORCE")
+            server.call("/api/clear", {"force": True})
             wire.send(frame[-MIB // 2 :])
             assert wire.reply() == answer
             wire.expect([None, None], "MGET", "k", "l")
@@ -831,7 +831,7 @@ def test_after_a_kill_no_value_is_older_than_the_last_flush_or_deletion(tmp_path
             for oracle in oracles:
                 for name in oracle.least:
                     oracle.believe(name, wire.ask("GET", name))
-        assert server.ask("LMTIER.REPORT")["corrupt"] == 0
+        assert server.report()["corrupt"] == 0
     counts = {what: sum(oracle.counts[what] for oracle in oracles) for what in oracles[0].counts}
     print(counts)
     assert counts["set"] > 20 * kills

@@ -26,7 +26,8 @@ from lmtier.format.keys import is_value, value_key
 from lmtier.format.layout import LayerShape, Layout, Name
 from lmtier.rules.hints import envelope
 from lmtier.server.access import Role
-from lmtier.server.commands import ALREADY_SENT, PAUSE, Caller
+from lmtier.server.api import Asker
+from lmtier.server.commands import ALREADY_SENT, PAUSE, Caller, Refused
 from lmtier.server.connection import Connection
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.engines import EngineVerbs
@@ -396,7 +397,7 @@ def test_it_lingers_for_engines_and_not_for_pages_and_other_clients(tmp_path: Pa
         with server.connect() as client, socket.create_connection((host, int(port)), PATIENCE) as page:
             with server.connect() as engine:
                 engine.granted("LMTIER.HELLO", 1)
-                until(lambda: server.ask("LMTIER.REPORT")["uptime"] > 7)
+                until(lambda: server.report()["uptime"] > 7)
 
             def has_ended() -> bool:
                 with suppress(OSError):
@@ -453,13 +454,12 @@ def test_what_is_not_known_yet_is_not_said_to_be_cleared(tmp_path: Path):
     config = Config(tiers=("cpu://?capacity=1MiB", url), prefault=False)
     disk = Slow(tmp_path)
     with Cache(config, tiers={url: disk}, wait_until_warm=False) as cache:
-        clear = EngineVerbs(cache).table()[b"LMTIER.CLEAR"].handler
-        caller = Caller(1, "here", role=Role.ADMIN)
-        assert clear(caller, [b"LMTIER.CLEAR"]).startswith("LOADING ")
+        api, who = EngineVerbs(cache).api, Asker("an operator", Role.ADMIN)
+        with pytest.raises(Refused, match="the tiers are still being scanned"):
+            next(api.run("/api/clear", {}, who))
         disk.may_look.set()
         until(lambda: cache.step() is not None and cache.is_warm)
-        going = clear(caller, [b"LMTIER.CLEAR"])
-        assert answer_of(going) == "OK"
+        assert answer_of(api.run("/api/clear", {}, who)) == b"{}"
 
 
 def answer_of(going: Generator[object, None, object]) -> object:
@@ -474,8 +474,8 @@ def answer_of(going: Generator[object, None, object]) -> object:
 @pytest.mark.parametrize(
     "words",
     [
-        ("LMTIER.FORGET", "SALT", "alice"),
-        ("LMTIER.HINT", json.dumps(envelope("once", ("session_end", {"session": "agent"})))),
+        ("/api/forget", '{"salt": "alice"}'),
+        ("/api/hints", json.dumps(envelope("once", ("session_end", {"session": "agent"})))),
     ],
     ids=lambda words: words[0],
 )
@@ -492,7 +492,7 @@ def test_no_other_server_begins_again_what_says_what_it_has_changed(
         connection = Connection(dispatch, ours, Caller(1, "here", role=Role.ADMIN))
         with theirs:
             assert connection.can_hand_over
-            theirs.send(encode_command(*words))
+            theirs.send(encode_command("LMTIER.CALL", *words))
             connection.read_and_run()
             assert connection.is_waiting
             assert not connection.can_hand_over

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -83,7 +83,7 @@ def chunks(engine: Client, names: list[bytes], source: str = "", form=ONE) -> in
 
 
 def in_memory(server: Served) -> int:
-    return int(server.ask("LMTIER.REPORT")["tiers"][0]["chunks"])
+    return int(server.report()["tiers"][0]["chunks"])
 
 
 def test_who_names_a_host_gets_what_is_in_its_memory(tmp_path: Path):
@@ -133,10 +133,10 @@ def test_all_shards_of_a_chunk_come(tmp_path: Path):
 def test_a_host_that_nobody_names_costs_no_lookup(tmp_path: Path):
     """A miss is still answered by the table in shared memory, as if there were no such tier."""
     with two_hosts(tmp_path) as (_, b, source, _link):
-        asked = b.server.ask("LMTIER.REPORT")["clients"]
+        asked = b.server.report()["clients"]
         b.engine.release(b.engine.match(keys(3, "new"), ONE))
         assert b.engine._server.link.presence_reader is not None
-        assert len(b.server.ask("LMTIER.REPORT")["clients"]) == len(asked)
+        assert len(b.server.report()["clients"]) == len(asked)
         b.engine.release(b.engine.wait(b.engine.match(keys(3, "new"), ONE, source=source)))
 
 
@@ -149,8 +149,8 @@ def test_nothing_is_written_to_another_host_or_deleted_there(tmp_path: Path):
         store(b.engine, keys(200, "more"))  # which evicts all that was there
         with b.server.connect() as wire:
             wire.expect("OK", "AUTH", TOKEN)
-            wire.granted("LMTIER.CLEAR", "FORCE")
-            report = json.loads(wire.granted("LMTIER.FORGET", "SALT", "tenant"))
+            wire.granted("LMTIER.CALL", "/api/clear", '{"force": true}')
+            report = json.loads(wire.granted("LMTIER.CALL", "/api/forget", '{"salt": "tenant"}'))
             assert report["tiers"] == [], "it can forget nothing there"
         assert in_memory(a.server) == 4
         assert chunks(a.engine, names[:4]) == 4
@@ -208,7 +208,7 @@ def test_a_tenant_that_was_forgotten_does_not_come_back(tmp_path: Path):
         store(a.engine, list(old))
         with b.server.connect() as wire:
             wire.expect("OK", "AUTH", TOKEN)
-            wire.granted("LMTIER.FORGET", "SALT", "gone")
+            wire.granted("LMTIER.CALL", "/api/forget", '{"salt": "gone"}')
         time.sleep(0.005)  # what is stored in the same millisecond counts as old
         store(a.engine, list(new))
         assert chunks(b.engine, list(old), source) == 0
@@ -262,7 +262,7 @@ def test_no_byte_is_wrong_wherever_the_link_breaks(tmp_path: Path):
             link.cut()
             with b.server.connect() as wire:
                 wire.expect("OK", "AUTH", TOKEN)
-                wire.granted("LMTIER.CLEAR", "FORCE")
+                wire.granted("LMTIER.CALL", "/api/clear", '{"force": true}')
         until(lambda: chunks(b.engine, names, source) == 3, 10.0)
 
 
@@ -361,10 +361,8 @@ def test_it_speaks_tls(tmp_path: Path):
 
 
 class TlsServed(Served):
-    def ask(self, *args: str | bytes | int) -> Any:
-        with Wire(self._serving["unix"]) as wire:  # type: ignore[arg-type]  # a path
-            answer = wire.ask(*args)
-            return json.loads(answer) if args[0] == "LMTIER.REPORT" else answer
+    def connect(self, timeout: float = PATIENCE) -> Wire:
+        return Wire(self._serving["unix"], timeout)  # type: ignore[arg-type]  # a path
 
 
 @contextmanager

@@ -17,8 +17,10 @@ from lmtier.format.keys import is_value, value_key
 from lmtier.format.layout import Name
 from lmtier.observe.metrics import Metrics
 from lmtier.server.access import Role, RoleTokens, WrongTokens
+from lmtier.server.api import Asker
 from lmtier.server.commands import ALREADY_SENT, Caller, Payload
 from lmtier.server.dispatch import Dispatch
+from lmtier.server.engines import EngineVerbs
 from lmtier.server.redis import redis_table
 from lmtier.server.redis.service import ServerCommands
 from lmtier.server.transactions import Transactions
@@ -366,6 +368,16 @@ def test_a_flush_of_all_in_a_transaction_stops_no_command_without_names(room):
     assert room.ask(Caller(2, "theirs"), "PING") == "PONG"
     room.gate.open()
     room.end(transaction)
+
+
+def test_a_clear_waits_for_a_transaction_that_runs(room):
+    transaction = waiting(room, Caller(1, "ours"))
+    api = EngineVerbs(room.cache, alone=room.transactions.alone).api
+    clear = api.run("/api/clear", {}, Asker("an operator", Role.ADMIN))
+    assert next(clear) is None
+    room.gate.open()
+    assert b"OK" in room.end(transaction)
+    assert room.end(clear) == b"{}"
 
 
 def test_a_flush_of_all_waits_for_nothing_that_came_after_it(room):

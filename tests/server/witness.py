@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import time
 
@@ -73,9 +72,8 @@ class Witness:
 
 def end_pins(server: Served) -> None:
     """As an operator does who sees names that no engine should have given."""
-    with Wire(server.where["unix"]) as wire:
-        for pin in json.loads(wire.ask("LMTIER.PINS")):
-            wire.granted("LMTIER.UNPIN", pin["name"])
+    for pin in server.call("/api/pins"):
+        server.call("/api/unpin", {"name": pin["name"]})
 
 
 def assert_nothing_is_left(server: Served) -> None:
@@ -84,7 +82,7 @@ def assert_nothing_is_left(server: Served) -> None:
     server.check()
     with Wire(server.where["unix"]) as wire:
         wire.expect("OK", "FLUSHALL")
-        wire.expect("OK", "LMTIER.CLEAR", "FORCE")
+        server.call("/api/clear", {"force": True})
         until(lambda: wire.ask("LMTIER.FLUSH", 1000) == 1)
-        report = server.ask("LMTIER.REPORT")
+        report = server.report()
         assert [tier["used"] for tier in report["tiers"]] == [0, 0], report["tiers"]

@@ -90,5 +90,3 @@ def test_servers_are_asked_together_and_one_that_hangs_or_is_gone_hides_no_other
         assert "did not answer" in looks[0].trouble
         assert [look.trouble for look in looks[1:]] == ["", ""]
         assert not ask_all(hosts)[0].trouble, "it is back"
-        for host in hosts:
-            host.close()

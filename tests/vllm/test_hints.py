@@ -9,28 +9,28 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from lmtier.rules.hints import envelope
-from lmtier.tools.console import ConsoleConnection, ServerAddress
+from lmtier.tools.console import Console, ServerAddress
 from lmtier_integrations.vllm.request_inputs import said_by
 from tests.server.process import served, until
 from tests.vllm.conftest import CHUNK, CacheServer, alone, prompts_of, transfer
 from tests.vllm.engine import Engine
 
 
-def listed(remote: ConsoleConnection) -> dict[str, dict[str, Any]]:
-    return {each["session"]: each for each in remote.json("LMTIER.SESSIONS", kind=list)}
+def listed(remote: Console) -> dict[str, dict[str, Any]]:
+    return {each["session"]: each for each in remote.get("/api/sessions", list)}
 
 
-def pins(remote: ConsoleConnection) -> list[int]:
-    return [each["chunks"] for each in remote.json("LMTIER.PINS", kind=list)]
+def pins(remote: Console) -> list[int]:
+    return [each["chunks"] for each in remote.get("/api/pins", list)]
 
 
 def test_sessions_and_hints_reach_the_server_in_both_ways(models, tmp_path, server: CacheServer):
     first, second, third = prompts_of(600, 600, 600)
+    remote = Console(ServerAddress(unix=str(server.path)))
     with (
         Engine(
             *(tmp_path, models / "qwen2"), transfer=transfer(server=str(server.path)), max_model_len=2048
         ) as engine,
-        ConsoleConnection(ServerAddress(unix=str(server.path))) as remote,
     ):
         # as kv_transfer_params, in every version
         engine.generate([first], params={"lmtier_session": "one"})
@@ -66,9 +66,9 @@ def test_hints_of_a_request_that_is_not_cached_reach_the_server(models, tmp_path
     ends = {"lmtier_session": "one", "lmtier_hints": envelope("m1", ("session_end", {}))}
     how = transfer(server=str(server.path))
     options: dict[str, Any] = {"max_model_len": 2048, "enable_prompt_embeds": True}
+    remote = Console(ServerAddress(unix=str(server.path)))
     with (
         Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine,
-        ConsoleConnection(ServerAddress(unix=str(server.path))) as remote,
     ):
         alone(engine, prompts_of(40))
         engine.generate([prompt], params={"lmtier_session": "one"})

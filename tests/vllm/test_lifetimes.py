@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from lmtier.tools.cli import main
-from lmtier.tools.console import ConsoleConnection, ServerAddress
+from lmtier.tools.console import Console, ServerAddress
 from lmtier_integrations.vllm.request_inputs import said_by
 from tests.server.process import until
 from tests.vllm.conftest import CacheServer, prompts_of, transfer
@@ -20,9 +20,9 @@ from tests.vllm.engine import Engine
 def test_a_request_says_how_long_and_a_person_pins_by_tokens(models, tmp_path, server: CacheServer, capsys):
     short, long, wrong = prompts_of(600, 600, 600)
     how = transfer(server=str(server.path))
+    remote = Console(ServerAddress(unix=str(server.path)))
     with (
         Engine(tmp_path, models / "qwen2", transfer=how, max_model_len=2048) as engine,
-        ConsoleConnection(ServerAddress(unix=str(server.path))) as remote,
     ):
         began = time.monotonic()
         engine.generate([short], ttl=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmtier.tools.console import ConsoleConnection, ServerAddress
+from lmtier.tools.console import Console, ServerAddress
 from tests.vllm.conftest import cached, loadable, prompts_of, tokens, transfer
 from tests.vllm.engine import Engine
 from tests.vllm.test_engine import idle
@@ -44,9 +44,9 @@ def test_a_prompt_that_another_engine_prefills_is_not_looked_up(models, tmp_path
     both = {"connectors": [BESIDE, ours]}
     how = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": both}
     del how["kv_connector_module_path"]
+    remote = Console(ServerAddress(unix=str(server.path)))
     with (
         Engine(tmp_path, models / "qwen2", transfer=how) as engine,
-        ConsoleConnection(ServerAddress(unix=str(server.path))) as remote,
     ):
         engine.generate(prompts)
         engine.forget()

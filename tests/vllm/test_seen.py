@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmtier.tools.console import ConsoleConnection, ServerAddress
+from lmtier.tools.console import Console, ServerAddress
 from tests.vllm.conftest import CacheServer, prompts_of, transfer
 from tests.vllm.engine import Engine, environment
 
@@ -36,9 +36,9 @@ def test_an_engine_that_tells_its_tokens_is_told_where_prompts_part(models, tmp_
     other = [*prompt[:300], prompt[300] + 1, *prompt[301:]]
     how = transfer(server=str(server.path), tell_tokens=True)
     options: dict[str, Any] = {"max_model_len": 2048}
+    remote = Console(ServerAddress(unix=str(server.path)))
     with (
         Engine(tmp_path, models / "qwen2", transfer=how, **options) as engine,
-        ConsoleConnection(ServerAddress(unix=str(server.path))) as remote,
     ):
         engine.generate([prompt])
         (first,) = remote.explanations(5)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmtier.core.cache import Cache
@@ -10,12 +11,24 @@ from lmtier.core.handover import Handover, HandoverWriter
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.format.keys import tenant
 from lmtier.observe.breakdown import Breakdown
-from lmtier.server.commands import MAX_ARGUMENTS, Argument, Caller, Command, Handler, Refused, Table
+from lmtier.server.api import Api
+from lmtier.server.commands import (
+    MAX_ARGUMENTS,
+    Argument,
+    Caller,
+    Command,
+    Handler,
+    PendingAnswer,
+    Refused,
+    Table,
+)
 from lmtier.server.engines.engine_sessions import EngineSession, EngineSessions
-from lmtier.server.engines.operator_verbs import OperatorVerbs
 from lmtier.server.engines.peer_read_verbs import PeerReadVerbs
+from lmtier.server.engines.service_verbs import ServiceVerbs
 from lmtier.server.engines.transfers import TransferVerbs
 from lmtier.server.explain import Explain
+from lmtier.server.models import Models
+from lmtier.server.report import Report
 from lmtier.server.request_log import RequestLog
 from lmtier.server.tracing import Tracing
 from lmtier.wire.resp import Error
@@ -24,7 +37,7 @@ from lmtier.wire.verbs import MAX_KEYS
 _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
 _LONG = {
-    *("MATCH", "MISSED", "SEEN", "TELL", "RESERVE", "BRING", "PIN"),
+    *("MATCH", "MISSED", "SEEN", "TELL", "RESERVE"),
     *("COMMIT", "DISCARD", "RELEASE", "HAS"),
 }
 
@@ -32,14 +45,25 @@ _LONG = {
 class EngineVerbs:
     """The verbs `LMTIER.*` over one cache. The cache's owner calls them."""
 
-    def __init__(self, cache: Cache, log: RequestLog | None = None, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        log: RequestLog | None = None,
+        tracing: Tracing | None = None,
+        report: Report | None = None,
+        alone: Callable[[PendingAnswer], PendingAnswer] = lambda steps: steps,
+    ) -> None:
+        """`alone` runs what may delete any named value."""
         self.cache = cache
         self.explain = Explain(cache)
         tenants = {tenant(share.salt): share.name for share in cache.config.shares}
+        self._models = Models()
+        report = report or Report(cache, list, time.monotonic())
+        self.api = Api(cache, self.explain, self._models, report, alone)
         self._sessions = EngineSessions(cache, tracing)
         self._transfers = TransferVerbs(cache, self._sessions, tracing, log)
-        self._operating = OperatorVerbs(cache, self.explain)
-        cache.followers.add(Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._operating.model_of))
+        self._services = ServiceVerbs(cache, self.explain, self._models, self.api)
+        cache.followers.add(Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._models.name_of))
         self._sourcing = PeerReadVerbs(cache)
         self.on_disconnect = self._sessions.on_disconnect
 
@@ -51,19 +75,19 @@ class EngineVerbs:
             {id(each.engine_session): each.engine_session for each in callers if each.engine_session}.values()
         )
         facts = self._sessions.dump(sessions, teller)
-        facts["models"] = self._operating.dump_models(teller.forms)
+        facts["models"] = self._models.dump(teller.forms)
         facts["journal"] = self.explain.journal.end
         return facts, {id(each): index for index, each in enumerate(sessions)}
 
     def restore_sessions(self, handover: Handover) -> list[EngineSession]:
         """Go on with the sessions of another process."""
         facts = handover.file.facts["sessions"]
-        self._operating.restore_models(facts.get("models", []), handover.forms)
+        self._models.restore(facts.get("models", []), handover.forms)
         self.explain.journal.begin_at(facts.get("journal", 0))
         return self._sessions.restore(facts, handover)
 
     def table(self) -> Table:
-        sessions, transfers, operating = self._sessions, self._transfers, self._operating
+        sessions, transfers, services = self._sessions, self._transfers, self._services
         sourcing = self._sourcing
         verbs: dict[str, tuple[Handler, int, str]] = {
             "HELLO": (sessions.hello, -2, "fast"),
@@ -74,7 +98,6 @@ class EngineVerbs:
             "TRACE": (sessions.trace, -3, "readonly"),
             "MATCH": (transfers.match, -5, "readonly"),
             "MISSED": (transfers.missed, -4, "readonly"),
-            "BRING": (transfers.bring, -4, "readonly"),
             "SEEN": (transfers.seen, -2, "readonly"),
             "PREFETCH": (transfers.prefetch, -2, "readonly"),
             "POLL": (transfers.poll, 2, "readonly"),
@@ -87,29 +110,17 @@ class EngineVerbs:
             "ABORT": (transfers.abort, 3, "write"),
             "HAS": (sourcing.has, -2, "readonly"),
             "READ": (sourcing.read, 2, "readonly"),
-            "MODEL": (operating.model, -3, "fast"),
-            "MODELS": (operating.models, 1, "readonly"),
-            "TELL": (operating.tell, -5, "readonly"),
-            "EXPLAIN": (operating.explain, -1, "readonly"),
-            "CHANGES": (operating.changes, -1, "readonly"),
-            "STATS": (operating.stats, 1, "readonly"),
-            "CHECK": (operating.check, 1, "admin"),
-            "SET": (operating.set, -3, "admin"),
-            "PIN": (operating.pin, -3, "write"),
-            "UNPIN": (operating.unpin, 2, "write"),
-            "PINS": (operating.pins, 1, "readonly"),
-            "HINT": (operating.hint, -2, "write"),
-            "SESSIONS": (operating.sessions, -1, "readonly"),
-            "CLEAR": (operating.clear, -1, "write"),
-            "FORGET": (operating.forget, -3, "admin"),
-            "FLUSH": (operating.flush, 2, "write"),
+            "MODEL": (services.model, -3, "fast"),
+            "TELL": (services.tell, -5, "readonly"),
+            "CHANGES": (services.changes, -1, "readonly"),
+            "FLUSH": (services.flush, 2, "write"),
+            "CALL": (services.call, -2, "readonly"),
         }
         return {
             f"LMTIER.{name}".encode(): Command(
                 _answering(handler),
                 arity,
                 (flag, "loading"),
-                writes_any_name=name == "CLEAR",
                 max_arguments=_MOST if name in _LONG else MAX_ARGUMENTS,
             )
             for name, (handler, arity, flag) in verbs.items()

@@ -26,8 +26,8 @@ from lmtier.errors import size_text
 from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
 from lmtier.rules.worth import Cost
+from lmtier.server.arguments import read_name, read_number, read_secret, read_shard, read_text
 from lmtier.server.commands import OK, Argument, Caller, Refused, WithDescriptor
-from lmtier.server.engines.arguments import read_name, read_number, read_secret, read_shard, read_text
 from lmtier.server.ledger import KEY_OVERHEAD, MAX_SESSION_BYTES, OBJECT_OVERHEAD
 from lmtier.server.tracing import MAX_HEADER, Tracing
 from lmtier.wire.verbs import AND_STATE, PROTOCOL, RUN_SHIFT

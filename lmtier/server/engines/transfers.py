@@ -17,8 +17,7 @@ from lmtier.core.grant import Grant
 from lmtier.core.match import Lookup
 from lmtier.format.layout import ChunkForm
 from lmtier.format.objects import MARK_ROOM
-from lmtier.server.commands import OK, PAUSE, Argument, Caller, PendingAnswer, Refused
-from lmtier.server.engines.arguments import (
+from lmtier.server.arguments import (
     MAX_TOKENS,
     read_asker,
     read_chain,
@@ -30,6 +29,7 @@ from lmtier.server.engines.arguments import (
     read_shard,
     read_text,
 )
+from lmtier.server.commands import OK, PAUSE, Argument, Caller, PendingAnswer, Refused
 from lmtier.server.engines.engine_sessions import EngineSession, EngineSessions, engine_session_of
 from lmtier.server.request_log import RequestLog
 from lmtier.server.tracing import Tracing
@@ -98,20 +98,6 @@ class TransferVerbs:
         if self._log is not None:
             self._log.note(match.keys, match.asked_tokens)
         return match
-
-    def bring(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session = engine_session_of(caller)
-        session.need_room(arguments[3:])
-        form = session.form(arguments[1])
-        deadline = read_seconds(arguments[2], "a deadline")
-        match = self._cache.bring(read_chain(arguments[3:]), form, deadline=deadline)
-        if (
-            not match.pending_lookups
-        ):  # start with the chunks that are known; the caller wants them in any case
-            self._cache.prefetch(match)
-        match_id = next(self._sessions.ids)
-        session.hold(match_id, match)
-        return self._described(match_id, match)
 
     def seen(self, caller: Caller, arguments: list[Argument]) -> Any:
         self._cache.touch(read_keys(arguments[1:]))

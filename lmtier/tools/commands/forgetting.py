@@ -46,12 +46,11 @@ def _forget(args: Namespace) -> Exit:
 
 def _online(args: Namespace) -> dict[str, Any]:
     from lmtier.tools.commands.command import address_in
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
 
-    who = ("SHARE", args.share) if args.share else ("ID", _id(args).hex())
-    with ConsoleConnection(address_in(args)) as remote:
-        reply = remote.ask("LMTIER.FORGET", *who, "WAIT", str(round(1000 * _PATIENCE)), timeout=3 * _PATIENCE)
-    report: dict[str, Any] = json.loads(reply)
+    who = {"share": args.share} if args.share else {"id": _id(args).hex()}
+    remote, arguments = Console(address_in(args)), {**who, "seconds": _PATIENCE}
+    report: dict[str, Any] = remote.post("/api/forget", arguments, timeout=3 * _PATIENCE)
     return report
 
 

@@ -24,7 +24,7 @@ from lmtier.tools.exits import Exit
 from lmtier.tools.terminal import Progress, say
 
 if TYPE_CHECKING:
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
 
 
 def _prompt_options(parser: ArgumentParser) -> None:
@@ -65,23 +65,23 @@ def _pins_options(parser: ArgumentParser) -> None:
 
 def _prefetch(args: Namespace) -> Exit:
     from lmtier.tools import prefixes
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
 
     prompts = prefixes.read_prompts(args.tokens)
     ttl = _ttl(args)
-    with ConsoleConnection(address_in(args)) as remote:
-        model = prefixes.find_model(remote, args.model, args.lora)
-        chains = prefixes.keys_of(remote, model, prompts, args.salt)
-        total_chunks, done = sum(map(len, chains)), 0
-        with Progress() as progress:
+    remote = Console(address_in(args))
+    model = prefixes.find_model(remote, args.model, args.lora)
+    chains = prefixes.keys_of(remote, model, prompts, args.salt)
+    total_chunks, done = sum(map(len, chains)), 0
+    with Progress() as progress:
 
-            def come(chunks: int) -> None:
-                nonlocal done
-                done += chunks
-                progress.at(done, total_chunks, f"{done} of {total_chunks} chunks")
+        def come(chunks: int) -> None:
+            nonlocal done
+            done += chunks
+            progress.at(done, total_chunks, f"{done} of {total_chunks} chunks")
 
-            results = prefixes.load_prompts(remote, model, chains, come)
-        pinned = prefixes.pin(remote, args.pin, chains, ttl) if args.pin else {}
+        results = prefixes.load_prompts(remote, model, chains, come)
+    pinned = prefixes.pin(remote, args.pin, chains, ttl) if args.pin else {}
     if args.json:
         result: dict[str, Any] = {"prompts": [asdict(each) for each in results]}
         say(json.dumps(result | ({"pinned": pinned} if args.pin else {}), indent=2))
@@ -94,14 +94,14 @@ def _prefetch(args: Namespace) -> Exit:
 
 def _pin(args: Namespace) -> Exit:
     from lmtier.tools import prefixes
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
 
     prompts = prefixes.read_prompts(args.tokens)
     ttl = _ttl(args)
-    with ConsoleConnection(address_in(args)) as remote:
-        model = prefixes.find_model(remote, args.model, args.lora)
-        chains = prefixes.keys_of(remote, model, prompts, args.salt)
-        pinned = prefixes.pin(remote, args.name, chains, ttl)
+    remote = Console(address_in(args))
+    model = prefixes.find_model(remote, args.model, args.lora)
+    chains = prefixes.keys_of(remote, model, prompts, args.salt)
+    pinned = prefixes.pin(remote, args.name, chains, ttl)
     chunks = len({key for chain in chains for key in chain})
     say(f"pinned as {args.name}, {chunks} chunks: {prefixes.text_of(pinned)}; others as soon as they come")
     return Exit.DONE
@@ -115,20 +115,18 @@ def _ttl(args: Namespace) -> float | None:
 
 
 def _unpin(args: Namespace) -> Exit:
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
 
-    with ConsoleConnection(address_in(args)) as remote:
-        was_pinned = remote.ask("LMTIER.UNPIN", args.name) == 1
+    was_pinned = Console(address_in(args)).post("/api/unpin", {"name": args.name}, bool)
     say(f"unpinned {args.name}" if was_pinned else f"nothing is pinned as {args.name}")
     return Exit.DONE if was_pinned else Exit.NO
 
 
 def _pins(args: Namespace) -> Exit:
     from lmtier.tools import prefixes
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
 
-    with ConsoleConnection(address_in(args)) as remote:
-        found = prefixes.pinned(remote)
+    found = prefixes.pinned(Console(address_in(args)))
     if args.json:
         say(json.dumps([each._asdict() for each in found], indent=2))
     else:
@@ -151,24 +149,23 @@ def _sessions_options(parser: ArgumentParser) -> None:
 
 def _sessions(args: Namespace) -> Exit:
     from lmtier.tools import views
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
 
     if not 0 < args.most <= MAX_SESSIONS:
         raise ConfigError(
             f"--most {args.most}: must be 1 to {MAX_SESSIONS}, which is what a server remembers"
         )
-    with ConsoleConnection(address_in(args)) as remote:
-        if args.end:
-            return _end_session(remote, args.end, args.salt)
-        found = remote.json("LMTIER.SESSIONS", str(args.most), kind=list)
+    remote = Console(address_in(args))
+    if args.end:
+        return _end_session(remote, args.end, args.salt)
+    found = remote.get("/api/sessions", list, most=args.most)
     say(json.dumps(found, indent=2) if args.json else views.sessions_table(found))
     return Exit.DONE
 
 
-def _end_session(remote: ConsoleConnection, name: str, salt: str) -> Exit:
+def _end_session(remote: Console, name: str, salt: str) -> Exit:
     envelope = hints.envelope(uuid4().hex, (hints.END, {"session": name}))
-    options = ("SALT", salt) if salt else ()
-    (outcome,) = remote.json("LMTIER.HINT", json.dumps(envelope), *options, kind=list)
+    (outcome,) = remote.post("/api/hints", {**envelope, "salt": salt}, list)
     is_done = outcome["result"] == hints.DONE
     say(f"{name} is over" if is_done else f"{name}: {outcome['why']}")
     return Exit.DONE if is_done else Exit.NO

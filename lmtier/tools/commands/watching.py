@@ -44,17 +44,17 @@ def _ping_options(parser: ArgumentParser) -> None:
 
 
 def _ping(args: Namespace) -> Exit:
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
     from lmtier.tools.views import ping_text
 
     until = time.monotonic() + args.wait
     while True:
         try:
-            with ConsoleConnection(address_in(args)) as remote:
-                is_ready = remote.snapshot()["ready"]
-                if is_ready or time.monotonic() >= until:
-                    say(ping_text(remote))
-                    return Exit.DONE if is_ready else Exit.NO
+            remote = Console(address_in(args))
+            is_ready = remote.snapshot()["ready"]
+            if is_ready or time.monotonic() >= until:
+                say(ping_text(remote))
+                return Exit.DONE if is_ready else Exit.NO
         except LMTierError:
             if time.monotonic() >= until:
                 raise
@@ -89,12 +89,13 @@ def _times(text: str) -> int:
 
 
 def _stats(args: Namespace) -> Exit:
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
     from lmtier.tools.views import stats
 
     address = address_in(args)
     ends = (KeyboardInterrupt,) if args.watch else ()
-    with ConsoleConnection(address) as remote, suppress(*ends):
+    remote = Console(address)
+    with suppress(*ends):
         for _ in _looks(args.times if args.watch else 1):
             now = remote.snapshot()
             if args.json:
@@ -119,7 +120,6 @@ def _top(args: Namespace) -> Exit:
             if round_number:
                 watched.ask()
             say(plain(watched.now, watched.line))
-    watched.close()
     return Exit.DONE
 
 
@@ -133,8 +133,6 @@ def _fleet(addresses: list[ServerAddress], times: int | None) -> Exit:
     with suppress(KeyboardInterrupt):
         for _ in _looks(times):
             say("\n".join(lines_of(ask_all(hosts), 200, len(hosts) + 3)).replace("  q quits", "") + "\n")
-    for host in hosts:
-        host.close()
     return Exit.DONE
 
 
@@ -165,13 +163,12 @@ def _explain_options(parser: ArgumentParser) -> None:
 
 def _explain(args: Namespace) -> Exit:
     from lmtier.server.explain import MAX_LOOKUPS
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
     from lmtier.tools.views import explanations_text
 
     if not 0 < args.last <= MAX_LOOKUPS:
         raise ConfigError(f"--last {args.last}: must be 1 to {MAX_LOOKUPS}, which is what a server remembers")
-    with ConsoleConnection(address_in(args)) as remote:
-        found = remote.explanations(args.last, tokens=args.tokens)
+    found = Console(address_in(args)).explanations(args.last, tokens=args.tokens)
     say(json.dumps(found, indent=2) if args.json else explanations_text(found, get_terminal_size().columns))
     return Exit.DONE
 
@@ -201,7 +198,7 @@ def _clear_options(parser: ArgumentParser) -> None:
 
 
 def _clear(args: Namespace) -> Exit:
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
     from lmtier.tools.views import clear
 
     if args.namespace == "":
@@ -214,8 +211,8 @@ def _clear(args: Namespace) -> Exit:
     if args.all and is_suspect:
         raise ConfigError("--all deletes everything; leave it out to use --stored-by or --since")
     since = None if args.since is None else _moment(args.since, datetime.now().astimezone())
-    with ConsoleConnection(address_in(args)) as remote:
-        say(clear(remote, args.namespace, by=args.stored_by, since=since, force=args.force))
+    remote = Console(address_in(args))
+    say(clear(remote, args.namespace, by=args.stored_by, since=since, force=args.force))
     return Exit.DONE
 
 
@@ -255,17 +252,16 @@ def _set_options(parser: ArgumentParser) -> None:
 
 
 def _set(args: Namespace) -> Exit:
-    from lmtier.tools.console import ConsoleConnection
+    from lmtier.tools.console import Console
 
-    words: list[str] = []
+    settings: dict[str, str] = {}
     for pair in args.settings:
         name, separator, value = pair.partition("=")
         if not separator or not value:
             raise ConfigError(f"{pair}: write it as name=value")
-        words += name, value
-    with ConsoleConnection(address_in(args)) as remote:
-        for line in remote.texts("LMTIER.SET", *words):
-            say(line)
+        settings[name] = value
+    for line in Console(address_in(args)).post("/api/set", {"settings": settings}, list):
+        say(str(line))
     say("until the server ends: change its settings too, so that the next one has them")
     return Exit.DONE
 

@@ -140,24 +140,5 @@ def read_identity(argument: Argument) -> Identity:
         ) from None
 
 
-def take_option(words: list[str], name: str) -> str | None:
-    """Takes an option out of `words` and returns its value; None if it is missing."""
-    for at, word in enumerate(words[:-1]):
-        if word.upper() == name:
-            value = words[at + 1]
-            del words[at : at + 2]
-            return value
-    return None
-
-
-def take_wait(words: list[str]) -> float | None:
-    """Takes `WAIT ms` from the end of `words`; in seconds. Only there: elsewhere WAIT may be a name."""
-    if len(words) < 2 or words[-2].upper() != "WAIT":
-        return None
-    seconds = read_seconds(words[-1].encode(), "a timeout")
-    del words[-2:]
-    return seconds
-
-
 def _quoted(argument: Argument) -> str:
     return repr(bytes(argument[:32]))[1:]
