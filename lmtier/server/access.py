@@ -18,6 +18,7 @@ from lmtier.config import TOKEN_VARIABLE, ServerConfig, first_line
 from lmtier.errors import ConfigError, MisuseError, audit, log
 from lmtier.observe.metrics import Metrics
 from lmtier.wire.command_reader import Argument
+from lmtier.wire.verb_table import VERBS
 
 _APART = 0.25  # seconds between the answers to wrong tokens from one host
 _LONGEST = 5.0  # seconds that such an answer waits at most
@@ -52,27 +53,26 @@ RIGHTS: Final[Mapping[str, Right]] = {
     **_rows(Right(Role.NONE), "HELLO AUTH QUIT RESET /healthz /health /readyz"),
     **_rows(
         Right(Role.LOOK),
-        "PING ECHO TIME SELECT INFO COMMAND CONFIG CLIENT DBSIZE LMTIER.CALL",
+        "PING ECHO TIME SELECT INFO COMMAND CONFIG CLIENT DBSIZE",
         "/ /metrics /version /api/stats /api/history /api/explain /api/pins /api/models",
     ),
     **_rows(
         Right(Role.ENGINE),
         "GET MGET GETRANGE STRLEN EXISTS MEMORY TYPE TTL PTTL SCAN KEYS SET SETNX SETEX PSETEX GETSET MSET",
         "GETDEL DEL UNLINK EXPIRE PEXPIRE EXPIREAT PEXPIREAT PERSIST MULTI EXEC DISCARD WATCH UNWATCH",
-        "LMTIER.HELLO LMTIER.PRESENCE LMTIER.FORM LMTIER.COST LMTIER.TRACE LMTIER.MATCH LMTIER.MISSED",
-        "LMTIER.SEEN LMTIER.PREFETCH LMTIER.POLL LMTIER.WAIT LMTIER.RELEASE LMTIER.VERIFIED",
-        "LMTIER.HAS LMTIER.READ LMTIER.MODEL LMTIER.TELL LMTIER.CHANGES LMTIER.FLUSH",
         "/api/sessions /api/hints /api/prefetch",
         "hint:prefetch hint:release hint:session_end hint:session_wait hint:demote",
     ),
     **_rows(Right(Role.ENGINE, is_audited=True), "hint:pin hint:retain hint:ttl"),
-    **_rows(Right(Role.ENGINE, needs_slab=True), "LMTIER.SLAB LMTIER.RESERVE LMTIER.COMMIT LMTIER.ABORT"),
-    **_rows(Right(Role.ENGINE, is_audited=True, needs_slab=True), "LMTIER.DISCARD"),
     **_rows(
         Right(Role.ADMIN, is_audited=True),
-        "FLUSHALL FLUSHDB CLIENT:KILL LMTIER.TAKEOVER hint:ttl:keys",
+        "FLUSHALL FLUSHDB CLIENT:KILL hint:ttl:keys",
         "/api/pin /api/unpin /api/set /api/clear /api/forget /api/check /api/explain:tokens",
     ),
+    **{
+        f"LMTIER.{name}": Right(Role[verb.role.upper()], verb.is_audited, verb.needs_slab)
+        for name, verb in VERBS.items()
+    },
 }
 """Each command, verb, page and call, and each action of hints. What takes more has a separate row."""
 

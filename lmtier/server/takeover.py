@@ -41,6 +41,7 @@ from lmtier.server.engines import EngineVerbs
 from lmtier.server.listening import Listeners
 from lmtier.wire.reply_reader import ReplyReader
 from lmtier.wire.resp import INCOMPLETE, encode_command
+from lmtier.wire.verb_table import VERBS
 
 GO, BOOKS, FILES, NO, TAKEN = b"GO", b"BOOKS", b"FILES", b"NO ", b"TAKEN"
 _AT_ONCE = 200  # descriptors in a message; the kernel allows 253
@@ -82,7 +83,7 @@ class TakeoverSender:
         return self._takeover_socket is not None
 
     def command(self) -> Command:
-        return Command(self._ask, 2, ("admin",))
+        return Command(self._ask, VERBS["TAKEOVER"].arity, ("admin",))
 
     def _ask(self, caller: Caller, arguments: list[Argument]) -> Any:
         if not caller.is_local or caller.peer is None or caller.peer[1] != os.geteuid():

@@ -17,11 +17,13 @@ from lmtier.format.keys import tenant
 from lmtier.rules.hints import ACTIONS, envelope
 from lmtier.server.access import NAMES, RIGHTS, Role, right_to
 from lmtier.wire.resp import Error
+from lmtier.wire.verb_table import VERBS, Verb
 from tests.server.process import Served, Wire, served, until
 from tests.server.test_lifetimes import FORM, ROOM, TOKENS, keys, store
 
 WORDS = {Role.NONE: "", Role.LOOK: "only-look", Role.ENGINE: "the-engines", Role.ADMIN: "administration"}
 KEY = "ab" * 32
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -274,8 +276,41 @@ def test_a_chunk_that_an_engine_discards_is_in_the_audit(server):
     audit.says([("accepted", f"LMTIER.DISCARD {key.hex()}")])
 
 
-def test_the_page_on_the_protocol_says_the_same_of_verbs():
-    text = (Path(__file__).parents[2] / "docs/PROTOCOL.md").read_text()
+def test_the_page_on_the_protocol_has_each_verb_as_it_is_declared():
+    text = (ROOT / "docs/PROTOCOL.md").read_text()
+    rows = re.findall(r"^\| `LMTIER\.(\w+) ?(.*?)` \|", text, re.M)
+    assert dict(rows) == {name: verb.fields for name, verb in VERBS.items()}
+    assert len(rows) == len(VERBS)
+
+
+def test_each_verb_is_declared_and_has_a_handler_and_a_client(server):
+    assert everything(server).items() >= {f"LMTIER.{n}": abs(verb.arity) for n, verb in VERBS.items()}.items()
+    spoken = set[str]()
+    for folder in ("client", "server/takeover.py", "../backends/lmtier_backends/redis"):
+        path = ROOT / "lmtier" / folder
+        for file in path.rglob("*.py") if path.is_dir() else (path,):
+            spoken.update(re.findall(r'"LMTIER\.(\w+)"', file.read_text()))
+    assert spoken == VERBS.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "arity"),
+    [
+        ("", 1),
+        ("match", 2),
+        ("[position]", -1),
+        ("keys…", -2),
+        ("match …", -2),
+        ("form tokens [SESSION name] keys…", -4),
+        ("reservation shard [chunk mark …]", -3),
+    ],
+)
+def test_the_arity_of_a_verb_follows_from_its_fields(fields, arity):
+    assert Verb(fields).arity == arity
+
+
+def test_the_page_on_the_protocol_says_the_same_of_rights():
+    text = (ROOT / "docs/PROTOCOL.md").read_text()
     rows = re.findall(
         r"^\| (.*?) \| (.*) \|$", text.partition("| who may use it |")[2].partition("\n\n")[0], re.M
     )

@@ -32,14 +32,11 @@ from lmtier.server.report import Report
 from lmtier.server.request_log import RequestLog
 from lmtier.server.tracing import Tracing
 from lmtier.wire.resp import Error
+from lmtier.wire.verb_table import VERBS
 from lmtier.wire.verbs import MAX_KEYS
 
 _MOST = 2 * MAX_KEYS + 16
 """The most arguments: two per chunk."""
-_LONG = {
-    *("MATCH", "MISSED", "SEEN", "TELL", "RESERVE"),
-    *("COMMIT", "DISCARD", "RELEASE", "HAS"),
-}
 
 
 class EngineVerbs:
@@ -87,44 +84,16 @@ class EngineVerbs:
         return self._sessions.restore(facts, handover)
 
     def table(self) -> Table:
-        sessions, transfers, services = self._sessions, self._transfers, self._services
-        sourcing = self._sourcing
-        verbs: dict[str, tuple[Handler, int, str]] = {
-            "HELLO": (sessions.hello, -2, "fast"),
-            "SLAB": (sessions.slab, 1, "fast"),
-            "PRESENCE": (sessions.presence, 1, "fast"),
-            "FORM": (sessions.form, -3, "fast"),
-            "COST": (sessions.cost, 5, "fast"),
-            "TRACE": (sessions.trace, -3, "readonly"),
-            "MATCH": (transfers.match, -5, "readonly"),
-            "MISSED": (transfers.missed, -4, "readonly"),
-            "SEEN": (transfers.seen, -2, "readonly"),
-            "PREFETCH": (transfers.prefetch, -2, "readonly"),
-            "POLL": (transfers.poll, 2, "readonly"),
-            "WAIT": (transfers.wait, 2, "readonly"),
-            "RELEASE": (transfers.release, -2, "readonly"),
-            "VERIFIED": (transfers.verified, 3, "fast"),
-            "DISCARD": (transfers.discard, -2, "write"),
-            "RESERVE": (transfers.reserve, -4, "write"),
-            "COMMIT": (transfers.commit, -3, "write"),
-            "ABORT": (transfers.abort, 3, "write"),
-            "HAS": (sourcing.has, -2, "readonly"),
-            "READ": (sourcing.read, 2, "readonly"),
-            "MODEL": (services.model, -3, "fast"),
-            "TELL": (services.tell, -5, "readonly"),
-            "CHANGES": (services.changes, -1, "readonly"),
-            "FLUSH": (services.flush, 2, "write"),
-            "CALL": (services.call, -2, "readonly"),
-        }
-        return {
-            f"LMTIER.{name}".encode(): Command(
-                _answering(handler),
-                arity,
-                (flag, "loading"),
-                max_arguments=_MOST if name in _LONG else MAX_ARGUMENTS,
-            )
-            for name, (handler, arity, flag) in verbs.items()
-        }
+        """The verbs that are answered here, each by the method of its name."""
+        found: dict[bytes, Command] = {}
+        for part in self._sessions, self._sourcing, self._services, self._transfers:
+            for name, verb in VERBS.items():
+                if (handler := getattr(part, name.lower(), None)) is not None:
+                    most = _MOST if verb.is_long else MAX_ARGUMENTS
+                    flags = verb.flag, "loading"
+                    command = Command(_answering(handler), verb.arity, flags, max_arguments=most)
+                    found[b"LMTIER." + name.encode()] = command
+        return found
 
 
 def _answering(handler: Handler) -> Handler:
