@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match
+from lmtier.core.match import Lookup
 from lmtier.core.placement import write_runs
 from lmtier.format.layout import ChunkForm
 from lmtier.rules.breaker import Breaker
@@ -45,7 +45,7 @@ def prefetching(cache: Cache, keys: Sequence[bytes], form: ChunkForm) -> Pending
     Loaded chunks stay leased meanwhile, so that they are not evicted for the rest.
     """
     portion = _Portion(sum(form.sizes), cache.config.load_deadline)
-    leased: Match | None = None
+    leased: Lookup | None = None
     until, done, why, has_retried, is_over = time.monotonic() + SECONDS, 0, "", False, False
     sources: list[str] = []
     try:

@@ -16,7 +16,7 @@ import pytest
 from lmtier.client.client import Client
 from lmtier.config import Config
 from lmtier.core.cache import Cache
-from lmtier.core.match import Match
+from lmtier.core.match import Lookup
 from lmtier.core.placement import read_runs
 from lmtier.errors import MisuseError
 from lmtier.format.keys import Identity, KeyChain, seed
@@ -257,7 +257,7 @@ def test_what_is_brought_up_from_a_slow_tier_comes_all_the_same(monkeypatch, sec
         asked: list[int] = []
         bring = cache.bring
 
-        def counted(keys: Sequence[bytes], form: ChunkForm, **options: Any) -> Match:
+        def counted(keys: Sequence[bytes], form: ChunkForm, **options: Any) -> Lookup:
             asked.append(len(keys))
             return bring(keys, form, **options)
 
