@@ -39,6 +39,7 @@ from lmtier.wire.verbs import (
     AND_STATE,
     MAX_KEYS,
     MAX_MS,
+    NOT_HELD,
     RUN_SHIFT,
     RemoteMatch,
     pack_keys,
@@ -181,7 +182,7 @@ class Client:
                 if len(set(names)) < len(names):
                     raise MisuseError("a key occurs twice in one request")
                 # Only for the server's counters, without waiting.
-                self._server.post("LMTIER.MISSED", forms, asked, *words, *pack_keys(names))
+                self._server.post("LMTIER.MATCH", forms, asked, NOT_HELD, *words, *pack_keys(names))
                 return match
             request: list[Argument] = ["LMTIER.MATCH", forms, asked, milliseconds, *words, *pack_keys(names)]
             self._begin(match, *request, link=link)
@@ -218,7 +219,7 @@ class Client:
         match = _need_own(held, "wait")
         if not match.is_ready:
             seconds = max(0.0, match.deadline - time.monotonic())
-            self._update(match, self._call_for(match, "LMTIER.WAIT", seconds=seconds))
+            self._update(match, self._call_for(match, "LMTIER.POLL", "WAIT", seconds=seconds))
         return match
 
     def step(self) -> int:

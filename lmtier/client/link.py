@@ -115,7 +115,7 @@ class Link:
         if token is not None:
             self._ask(deadline, address, "AUTH", token)
         facts = read_fields(self._ask(deadline, address, "LMTIER.HELLO", PROTOCOL, *hello))
-        capacity = self._ask(deadline, address, "LMTIER.SLAB")
+        capacity, has_presence = self._ask(deadline, address, "LMTIER.SLAB")
         self.run_id: int = facts["run"]
         self.traces = bool(facts.get("traces"))
         self.options = facts.get("options", b"").decode().split()
@@ -129,9 +129,7 @@ class Link:
         if not self._fds or os.fstat(self._fds[0]).st_size < capacity:
             raise TierError(f"the server at {address} gave no slab of {capacity} bytes")
         self.slab = MappedSlab(capacity, self._fds[0])
-        self.presence_reader: PresenceReader | None = None
-        if "PRESENCE" in self.options and self._ask(deadline, address, "LMTIER.PRESENCE"):
-            self.presence_reader = PresenceReader(self._fds[1])
+        self.presence_reader = PresenceReader(self._fds[1]) if has_presence else None
 
     def _ask(self, until: float, address: str, *request: Argument) -> Any:
         answer = PendingReply()
@@ -210,7 +208,7 @@ class Link:
 
     def _receive(self) -> None:
         if self._setting_up:
-            data, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 2, socket.MSG_CMSG_CLOEXEC)
             self._fds += fds
         else:
             data = self._socket.recv(1 << 16)

@@ -28,13 +28,13 @@ class Payload(NamedTuple):
     """Bytes before them in the same string."""
 
 
-class WithDescriptor(NamedTuple):
-    """An answer that carries an open file to a caller on the Unix socket."""
+class WithDescriptors(NamedTuple):
+    """An answer that carries open files to a caller on the Unix socket."""
 
     value: Any
-    fd: int
+    fds: tuple[int, ...]
     closes: bool = False
-    """The file is closed here once it is sent, or cannot be sent."""
+    """The files are closed here once they are sent, or cannot be sent."""
 
 
 class _NoAnswer(Enum):

@@ -26,7 +26,7 @@ from lmtier.server.commands import (
     Payload,
     PendingAnswer,
     Refused,
-    WithDescriptor,
+    WithDescriptors,
     error_of,
 )
 from lmtier.server.dispatch import Dispatch
@@ -58,9 +58,14 @@ class _Out(NamedTuple):
 
     view: memoryview
     on_sent: Callable[[], None] | None = None
-    fd: int | None = None
+    fds: tuple[int, ...] = ()
     held_bytes: int = 0
     """The bytes of memory that it takes. A view of the slab takes none."""
+
+
+def _close(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class Channel:
@@ -100,14 +105,14 @@ class Channel:
         return count
 
     def push(
-        self, data: bytes | memoryview, sent: Callable[[], None] | None = None, fd: int | None = None
+        self, data: bytes | memoryview, sent: Callable[[], None] | None = None, fds: tuple[int, ...] = ()
     ) -> None:
         if not self.is_open:
             if sent is not None:
                 sent()
             return
         held = PIECE_OVERHEAD + (len(data) if sent is None else 0)
-        self._out.append(_Out(memoryview(data), sent, fd, held))
+        self._out.append(_Out(memoryview(data), sent, fds, held))
         self._unsent_memory += held
         self.unsent_bytes += len(data)
 
@@ -130,11 +135,11 @@ class Channel:
 
     def _send(self) -> int:
         first = self._out[0]
-        if first.fd is not None:
-            return socket.send_fds(self.sock, [first.view], [first.fd])
+        if first.fds:
+            return socket.send_fds(self.sock, [first.view], first.fds)
         if self._is_tls:
             return self.sock.send(first.view[:_RECORDS])
-        pieces = takewhile(lambda piece: piece.fd is None, islice(self._out, _BUFFERS))
+        pieces = takewhile(lambda piece: not piece.fds, islice(self._out, _BUFFERS))
         return self.sock.sendmsg([piece.view for piece in pieces])
 
     def _forget(self, count: int) -> None:
@@ -148,7 +153,7 @@ class Channel:
                 piece.on_sent()
         if count:
             first = queue[0]
-            queue[0] = first._replace(view=first.view[count:], fd=None)
+            queue[0] = first._replace(view=first.view[count:], fds=())
 
     def is_stuck(self, now: float, patience: float, is_busy: bool) -> bool:
         """Whether an unfinished transfer is stuck: no byte for `patience`, or too few bytes for longer."""
@@ -331,9 +336,9 @@ class Connection(Channel):
             self.push(bulk_header(len(answer.head) + len(answer.view)) + answer.head)
             self.push(answer.view, answer.on_sent)
             self.push(CRLF)
-        elif isinstance(answer, WithDescriptor):
-            sent = partial(os.close, answer.fd) if answer.closes else None
-            self.push(encode(answer.value, self.caller.resp3), sent, fd=answer.fd)
+        elif isinstance(answer, WithDescriptors):
+            sent = partial(_close, answer.fds) if answer.closes else None
+            self.push(encode(answer.value, self.caller.resp3), sent, answer.fds)
         elif answer is not ALREADY_SENT:
             self.push(encode(answer, self.caller.resp3))
 
@@ -344,7 +349,7 @@ class Connection(Channel):
         """Whether another process can go on with it now."""
         caller = self.caller
         is_held = self._is_tls or caller.closing or caller.multi_queue or caller.watch or caller.drafts
-        is_sending = any(piece.on_sent is not None or piece.fd is not None for piece in self._out)
+        is_sending = any(piece.on_sent is not None or piece.fds for piece in self._out)
         is_at_work = self._pending_answer is not None and not self._restartable_command
         return not (is_held or is_sending or is_at_work) and self._commands.unread() is not None
 

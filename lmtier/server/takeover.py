@@ -34,7 +34,7 @@ from lmtier.errors import ConfigError, log, size_text
 from lmtier.format.handover_file import MAX_BYTES, VERSION, HandoverFile, HandoverFileError
 from lmtier.observe.metrics import Metrics
 from lmtier.server.arguments import read_number
-from lmtier.server.commands import Argument, Caller, Command, Refused, WithDescriptor
+from lmtier.server.commands import Argument, Caller, Command, Refused, WithDescriptors
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.connection_table import ConnectionTable
 from lmtier.server.engines import EngineVerbs
@@ -103,7 +103,7 @@ class TakeoverSender:
         self._watch(self._takeover_socket.fileno())
         config = self._cache.config
         facts = f"{__version__} {config.chunk_tokens} {self._cache.slab.capacity} {config.approximation}"
-        return WithDescriptor(facts, their_end.detach(), closes=True)
+        return WithDescriptors(facts, (their_end.detach(),), closes=True)
 
     def turn(self) -> bool:
         """Called by the loop. True: the next server has taken over, and this one must leave."""

@@ -32,20 +32,15 @@ class Verb(NamedTuple):
         return -needed if "[" in self.fields or self.is_long else needed
 
 
-_ASKER = "[SESSION name] [PARENT name] [SOURCE host:port]"
-
 VERBS: Final[Mapping[str, Verb]] = {
     "HELLO": Verb("version [ENGINE secret] [SHARD L0-32H0-4] [NAME text]", "fast"),
     "SLAB": Verb("", "fast", needs_slab=True),
-    "PRESENCE": Verb("", "fast"),
     "FORM": Verb("layout shard …", "fast"),
     "MODEL": Verb("form identity [lora]", "fast"),
     "COST": Verb("fixed token position copy", "fast"),
-    "MATCH": Verb(f"form tokens deadline_ms {_ASKER} keys…"),
-    "MISSED": Verb(f"form tokens {_ASKER} keys…"),
+    "MATCH": Verb("form tokens deadline_ms [SESSION name] [PARENT name] [SOURCE host:port] keys…"),
     "PREFETCH": Verb("match [chunks] [HAS tokens]"),
-    "POLL": Verb("match"),
-    "WAIT": Verb("match"),
+    "POLL": Verb("match [WAIT]"),
     "RELEASE": Verb("match …"),
     "SEEN": Verb("keys…"),
     "TELL": Verb("origin parent keys tokens…"),

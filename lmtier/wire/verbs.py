@@ -23,6 +23,8 @@ RUN_SHIFT = 32
 """The id of a match or a reservation is the server's run, shifted by this, plus a counter. So an id of
 another run is never valid."""
 _KEYS_AN_ARGUMENT = 16_384
+NOT_HELD = b"-"
+"""The deadline of a lookup that is only counted."""
 AND_STATE = "+"
 """Between the number of a form and that of the state at whose end a match has to end."""
 

@@ -788,7 +788,7 @@ def nonsense(pipe: Connection, listener: socket.socket) -> None:
                     case b"LMTIER.SLAB":
                         fd = os.memfd_create("slab")
                         os.truncate(fd, PAGE)
-                        socket.send_fds(connection, [encode(PAGE, False)], [fd])
+                        socket.send_fds(connection, [encode([PAGE, 0], False)], [fd])
                         os.close(fd)
                     case b"LMTIER.FORM":
                         connection.sendall(encode(0, False))
@@ -830,7 +830,7 @@ def older(pipe: Connection, listener: socket.socket) -> None:
                 case b"LMTIER.SLAB":
                     fd = os.memfd_create("slab")
                     os.truncate(fd, 16 * PAGE)
-                    socket.send_fds(connection, [encode(16 * PAGE, False)], [fd])
+                    socket.send_fds(connection, [encode([16 * PAGE, 0], False)], [fd])
                     os.close(fd)
                 case b"LMTIER.FORM":
                     connection.sendall(encode(0, False))

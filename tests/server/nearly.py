@@ -32,21 +32,18 @@ NUMBERS = (
 MARKS = (b"*", b"TTL", b"HAS", b"{}", b"/api/pins", b"ENGINE", b"NAME")
 PINS = (b"one", b"two", b"three")
 VERBS = {
-    "MATCH": 12,
+    "MATCH": 14,
     "RESERVE": 12,
     "COMMIT": 14,
     "ABORT": 2,
     "PREFETCH": 5,
-    "POLL": 3,
-    "WAIT": 3,
+    "POLL": 6,
     "RELEASE": 10,
     "SEEN": 2,
     "COST": 1,
     "FORM": 2,
     "HELLO": 1,
     "SLAB": 1,
-    "PRESENCE": 1,
-    "MISSED": 2,
     "TELL": 2,
     "TRACE": 1,
     "MODEL": 1,
@@ -145,7 +142,7 @@ class Nearly:
                 self.learn(engine, verb, args, reply)
 
     def learn(self, engine: Engine, verb: str, args: list[bytes], reply: object) -> None:
-        if verb in ("LMTIER.MATCH", "LMTIER.BRING", "LMTIER.RESERVE"):
+        if verb in ("LMTIER.MATCH", "LMTIER.RESERVE") and reply != "OK":
             said = dict(zip(reply[::2], reply[1::2], strict=True)) if isinstance(reply, list) else reply
             assert isinstance(said, dict)
             number = said[b"id"]
@@ -179,10 +176,10 @@ class Nearly:
     def right(self, engine: Engine, verb: str) -> list[bytes]:
         chance, form = self.chance, b"%d" % self.chance.randrange(max(1, engine.forms))
         match verb:
-            case "MATCH" | "MISSED":
+            case "MATCH":
                 keys = self.keys()
                 tokens = b"%d" % chance.choice((0, CHUNK * len(keys), CHUNK * len(keys) + 3))
-                return [form, tokens, *((chance.choice((b"0", b"50")),) if verb == "MATCH" else ()), *keys]
+                return [form, tokens, chance.choice((b"0", b"50", b"50", b"-")), *keys]
             case "CALL":
                 (name,) = chance.choices(list(CALLS), list(CALLS.values()))
                 return [f"/api/{name}".encode(), json.dumps(self.arguments(name)).encode()]
@@ -198,8 +195,8 @@ class Nearly:
                 return [b"%d" % number, chance.choice((b"*", *shards))]
             case "PREFETCH":
                 return [self.number(engine.matches), *chance.choice(((), (b"2",), (b"HAS", b"16")))]
-            case "POLL" | "WAIT":
-                return [self.number(engine.matches)]
+            case "POLL":
+                return [self.number(engine.matches), *chance.choice(((), (b"WAIT",)))]
             case "RELEASE":
                 return [b"%d" % engine.matches.popleft() if engine.matches else b"1"]
             case "SEEN" | "DISCARD":

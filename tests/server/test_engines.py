@@ -20,7 +20,7 @@ from lmtier.core.grant import Grant
 from lmtier.format.keys import namespace, state_key, value_key
 from lmtier.format.layout import LayerShape, Layout, Shard, form_of, padded, stored_size
 from lmtier.server.access import Role
-from lmtier.server.commands import PAUSE, Caller, Refused, WithDescriptor
+from lmtier.server.commands import PAUSE, Caller, Refused, WithDescriptors
 from lmtier.server.engines import EngineVerbs
 from lmtier.server.ledger import KEY_OVERHEAD, OBJECT_OVERHEAD
 from lmtier.testing import Gate, MemoryTier, SlowTier
@@ -95,7 +95,7 @@ class Connection:
 
     def read(self, value: Any) -> Any:
         replies = ReplyReader()
-        replies.feed(encode(value.value if isinstance(value, WithDescriptor) else value, False))
+        replies.feed(encode(value.value if isinstance(value, WithDescriptors) else value, False))
         reply: Any = replies.next()
         is_map = isinstance(reply, list) and isinstance(value, dict)
         return (
@@ -180,18 +180,18 @@ def test_a_greeting_says_what_an_engine_must_know(engines):
     )
     assert (said["protocol"], said["chunk_tokens"], said["capacity"]) == (1, C, 20 * ROOM)
     assert (said["verify"], float(said["load_deadline"]), said["slab"]) == (b"sample", 2.0, 1)
-    assert said["options"] == b"HAS TTL PRESENCE STATE SESSION SOURCE"
+    assert said["options"] == b"HAS TTL STATE SESSION SOURCE"
 
 
 def test_a_lookup_that_nobody_waits_for_counts_as_one_and_holds_nothing(engines):
     engine, metrics = Connection(engines, "ENGINE", secret("e")), engines.cache.metrics
     assert engine.store(keys(2)) == 2
     for names in (keys(2, "new"), keys(2)):  # the second came just then
-        assert engine.say("MISSED", engine.form(), 3 * C, b"".join(names)) == "OK"
+        assert engine.say("MATCH", engine.form(), 3 * C, "-", b"".join(names)) == "OK"
         assert leased(engines.cache) == 0
     engines.cache.step()
     assert metrics.value("lmtier_asked_tokens_total") == 6 * C
-    assert isinstance(engine.say("MISSED", engine.form(), C, b"".join(keys(2))), Error)
+    assert isinstance(engine.say("MATCH", engine.form(), C, "-", b"".join(keys(2))), Error)
 
 
 def test_another_version_is_told_what_to_do(engines):
@@ -230,7 +230,7 @@ def test_a_connection_greets_once(engines):
 
 def test_the_slab_is_handed_out_on_a_unix_socket_only(engines):
     answer = Connection(engines).ask("SLAB")
-    assert answer == WithDescriptor(20 * ROOM, engines.cache.slab.fd)
+    assert answer == WithDescriptors([20 * ROOM, 1], (engines.cache.slab.fd, engines.cache.presence.fd))
     assert Connection(engines, is_local=False).say("HELLO", 1)["slab"] == 0
 
 
@@ -333,7 +333,7 @@ def test_a_wait_ends_when_the_chunks_have_come(make):
     connection = Connection(engines, "NAME", "x")
     found = connection.match(keys(3))
     assert (found["state"], found["sources"], found["offsets"]) == (b"found", b"memory*3", b"")
-    waiting = connection.ask("WAIT", found["id"])
+    waiting = connection.ask("POLL", found["id"], "WAIT")
     assert isinstance(waiting, GeneratorType)
     next(waiting)
     assert connection.say("POLL", found["id"])["loading"] == b"0-2"
@@ -368,7 +368,7 @@ def test_what_is_deleted_while_it_comes_is_not_readable(make, deletion):
     del said["loading"]  # as older servers
     assert not read_match(match, said).is_ready
     gate.open()
-    assert not read_match(match, connection.say("WAIT", number)).grant.chunks
+    assert not read_match(match, connection.say("POLL", number, "WAIT")).grant.chunks
     assert match.is_ready
 
 
@@ -379,7 +379,7 @@ def test_a_wait_ends_at_the_deadline_of_its_match(make):
     gate.hold()
     connection = Connection(engines, "NAME", "x")
     watch = Stopwatch()
-    found = connection.say("WAIT", connection.match(keys(3), deadline=100)["id"])
+    found = connection.say("POLL", connection.match(keys(3), deadline=100)["id"], "WAIT")
     assert watch.seconds() < 2
     assert (found["state"], found["sources"], found["cut"]) == (b"ready", b"", b"deadline")
     gate.open()
@@ -396,7 +396,7 @@ def test_a_wait_ends_when_another_connection_releases_the_match(make, keeps):
     gate.hold()
     one, other = Connection(engines, "ENGINE", secret("e")), Connection(engines, "ENGINE", secret("e"))
     found = one.match(keys(3))
-    waiting = one.ask("WAIT", found["id"])
+    waiting = one.ask("POLL", found["id"], "WAIT")
     next(waiting)
     other.say("RELEASE", found["id"])
     assert one.resume(waiting).startswith("NOSUCH")
@@ -411,7 +411,7 @@ def test_a_part_of_what_was_found_can_be_prefetched(make):
     connection = Connection(engines, "NAME", "x")
     found = connection.match(keys(4))
     assert connection.say("PREFETCH", found["id"], 2)["sources"] == b"memory*2"
-    found = connection.say("WAIT", found["id"])
+    found = connection.say("POLL", found["id"], "WAIT")
     assert (found["state"], found["sources"], found["cut"]) == (b"ready", b"memory*2", b"not_worth_it")
 
 
@@ -505,7 +505,7 @@ def test_what_is_not_believed_is_deleted_everywhere(make):
     lower = below(Gate(), keys(3))
     engines = make(20, lower["url"], opened=lower["opened"])
     connection = Connection(engines, "NAME", "x")
-    connection.say("RELEASE", connection.say("WAIT", connection.match(keys(1))["id"])["id"])
+    connection.say("RELEASE", connection.say("POLL", connection.match(keys(1))["id"], "WAIT")["id"])
     assert connection.say("DISCARD", keys(1)[0].hex(), *keys(3)[2:]) == "OK"
     assert connection.match(keys(1))["sources"] == b""
     assert connection.match(keys(3)[1:])["sources"] == b"memory*1"
@@ -619,7 +619,7 @@ def test_a_prefix_that_the_engine_had_itself_stays_young(make):
         ("RESERVE", (0, 0, value_key(b"name")), "MISUSE a key belongs to a named value"),
         ("RESERVE", (1, 0, keys(1)[0]), "NOSUCH form 1"),
         ("PREFETCH", (99,), "NOSUCH match 99"),
-        ("WAIT", (99,), "NOSUCH match 99"),
+        ("POLL", (99, "WAIT"), "NOSUCH match 99"),
         ("RELEASE", ("it",), "ERR 'it' is not a match"),
         ("COMMIT", (99, "*"), "NOSUCH reservation 99"),
         ("ABORT", ("9" * 30, "*"), f"ERR '{'9' * 30}' is not a reservation"),
@@ -785,8 +785,8 @@ ODD += [
 ]
 WORD = st.one_of(st.sampled_from(ODD), st.integers(0, 5), st.binary(max_size=40))
 VERBS = [
-    *("HELLO", "SLAB", "FORM", "MATCH", "MISSED", "PREFETCH", "POLL", "WAIT", "RELEASE", "SEEN", "RESERVE"),
-    *("PRESENCE", "COMMIT", "ABORT", "DISCARD", "CALL", "FLUSH", "VERIFIED"),
+    *("HELLO", "SLAB", "FORM", "MATCH", "PREFETCH", "POLL", "RELEASE", "SEEN", "RESERVE"),
+    *("COMMIT", "ABORT", "DISCARD", "CALL", "FLUSH", "VERIFIED"),
 ]
 
 
@@ -809,9 +809,7 @@ def test_nothing_an_engine_says_raises_or_leaks(said):
             count = len(words) + 1
             if count != arity and not arity < 0 <= count + arity:
                 continue
-            if verb in ("COMMIT", "ABORT", "POLL", "WAIT", "PREFETCH", "RELEASE") and isinstance(
-                words[0], int
-            ):
+            if verb in ("COMMIT", "ABORT", "POLL", "PREFETCH", "RELEASE") and isinstance(words[0], int):
                 words = [latest, *words[1:]]
             reply = connections[who].say(verb, *words)
             if isinstance(reply, dict) and reply.get("id"):

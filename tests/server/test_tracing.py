@@ -85,7 +85,7 @@ def test_what_is_done_for_a_request_is_in_its_trace_and_in_order(traced):
     engine = traced.engine
     match = engine.say("MATCH", traced.form, 5 * C, 2000, *keys(5))
     engine.say("TRACE", match["id"], PARENT, "vendor=1")
-    assert engine.say("WAIT", match["id"])["state"] == b"ready"
+    assert engine.say("POLL", match["id"], "WAIT")["state"] == b"ready"
     engine.say("RELEASE", match["id"])
     spans = {span.name: span for span in traced.spans()}
     assert list(spans) == ["lmtier.store", "lmtier.match", "lmtier.prefetch", "lmtier.load"]

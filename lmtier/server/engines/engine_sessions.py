@@ -27,7 +27,7 @@ from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
 from lmtier.rules.worth import Cost
 from lmtier.server.arguments import read_name, read_number, read_secret, read_shard, read_text
-from lmtier.server.commands import OK, Argument, Caller, Refused, WithDescriptor
+from lmtier.server.commands import OK, Argument, Caller, Refused, WithDescriptors
 from lmtier.server.ledger import KEY_OVERHEAD, MAX_SESSION_BYTES, OBJECT_OVERHEAD
 from lmtier.server.tracing import MAX_HEADER, Tracing
 from lmtier.wire.verbs import AND_STATE, PROTOCOL, RUN_SHIFT
@@ -152,20 +152,17 @@ class EngineSessions:
             "load_deadline": config.load_deadline,
             "traces": self._tracing is not None,
             # Of verbs that older servers of this protocol have without them.
-            "options": "HAS TTL PRESENCE STATE SESSION SOURCE",
+            "options": "HAS TTL STATE SESSION SOURCE",
             "slab": caller.is_local and self._cache.slab.fd is not None,
         }
 
     def slab(self, caller: Caller, arguments: list[Argument]) -> Any:
-        fd = self._cache.slab.fd
+        """The slab, and the table of absent keys, if no shared tier must be asked each time."""
+        fd, presence = self._cache.slab.fd, self._cache.presence
         if fd is None:
             raise Refused("ERR this server's slab is private memory: start it with --unix PATH")
-        return WithDescriptor(self._cache.slab.capacity, fd)
-
-    def presence(self, caller: Caller, arguments: list[Argument]) -> Any:
-        """The table of absent keys. Nothing, if there is a shared tier, which must be asked each time."""
-        presence = self._cache.presence
-        return WithDescriptor(1, presence.fd) if caller.is_local and presence is not None else 0
+        fds = (fd,) if presence is None else (fd, presence.fd)
+        return WithDescriptors([self._cache.slab.capacity, len(fds) - 1], fds)
 
     def form(self, caller: Caller, arguments: list[Argument]) -> Any:
         session = engine_session_of(caller)

@@ -34,7 +34,7 @@ from lmtier.server.engines.engine_sessions import EngineSession, EngineSessions,
 from lmtier.server.request_log import RequestLog
 from lmtier.server.tracing import Tracing
 from lmtier.wire.resp import Error
-from lmtier.wire.verbs import write_match, write_reservation
+from lmtier.wire.verbs import NOT_HELD, write_match, write_reservation
 
 MAX_RESERVED = 16_384
 """The most new chunks in one request."""
@@ -56,6 +56,9 @@ class TransferVerbs:
     def match(self, caller: Caller, arguments: list[Argument]) -> Any:
         began = time.time_ns() if self._tracing is not None else 0
         session = engine_session_of(caller)
+        if bytes(arguments[3]) == NOT_HELD:
+            self._cache.release(self._look_up(caller, arguments[1], arguments[2], arguments[4:]))
+            return OK
         session.need_room(arguments[4:])
         deadline = read_seconds(arguments[3], "a deadline")
         match = self._look_up(caller, arguments[1], arguments[2], arguments[4:], deadline)
@@ -64,11 +67,6 @@ class TransferVerbs:
         if self._tracing is not None:
             self._tracing.matched(match_id, began, match, caller.name)
         return write_match(match_id, match)
-
-    def missed(self, caller: Caller, arguments: list[Argument]) -> Any:
-        """Count a lookup without a match: the table of LMTIER.PRESENCE shows that it finds nothing."""
-        self._cache.release(self._look_up(caller, arguments[1], arguments[2], arguments[3:]))
-        return OK
 
     def _look_up(
         self,
@@ -120,10 +118,11 @@ class TransferVerbs:
         return self._described(match_id, match)
 
     def poll(self, caller: Caller, arguments: list[Argument]) -> Any:
-        return self._described(*_held(caller, arguments[1]))
-
-    def wait(self, caller: Caller, arguments: list[Argument]) -> Any:
         match_id, match = _held(caller, arguments[1])
+        if [bytes(each).upper() for each in arguments[2:]] not in ([], [b"WAIT"]):
+            raise Refused("ERR LMTIER.POLL takes a match, [WAIT], no more")
+        if len(arguments) == 2:
+            return self._described(match_id, match)
         if self._tracing is not None:
             self._tracing.wanted(match_id, match)
         if not match.pending_lookups:
