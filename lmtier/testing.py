@@ -22,7 +22,7 @@ from typing import Any
 from lmtier.format import objects
 from lmtier.format.keys import VALUES
 from lmtier.format.layout import PAGE, LayerShape, Layout, Name, padded
-from lmtier.format.objects import Header
+from lmtier.format.objects import Header, Selector
 from lmtier.format.sealing import SealingKeys
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
 from lmtier.tiers.blocking import BlockingTier
@@ -563,7 +563,7 @@ class TierSuite(SeamSuite):
         with closing(self.make(tmp_path)) as tier:
             store(tier, *cleared)
             for start, remaining in ((bytes(4), cleared), (prefix, others), (prefix, others), (b"", [])):
-                done = run(tier, Job(1, Op.CLEAR, (), prefix=start))
+                done = run(tier, Job(1, Op.CLEAR, (), selector=Selector(start)))
                 assert (done.ok, done.failed, done.error) == ({}, {}, "")
                 assert self.stored(tmp_path) == {each.name: each.at_rest() for each in remaining}
 

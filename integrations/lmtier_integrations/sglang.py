@@ -48,6 +48,7 @@ from lmtier.core.grant import Match
 from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.format.keys import KEY_BYTES, PREFIX_BYTES, Identity, namespace, seed
 from lmtier.format.layout import LayerShape, Layout, form_of
+from lmtier.format.objects import Selector
 from lmtier_integrations.identity import WeightFiles, all_in, preparing_files_in, weights_in
 
 log = logging.getLogger("sglang.lmtier")
@@ -426,7 +427,7 @@ class LMTierHiCache(HiCacheStorage):
 
     def clear(self) -> None:
         """Delete this model's KV, for all users of the server."""
-        self._asked(lambda client: client.clear(namespace(self._model)), None, for_pages=False)
+        self._asked(lambda client: client.clear(Selector(namespace(self._model))), None, for_pages=False)
 
     def close(self) -> None:
         """Called when SGLang's storage threads have ended."""

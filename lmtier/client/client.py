@@ -29,6 +29,7 @@ from lmtier.core.grant import Grant, Match
 from lmtier.errors import MisuseError, log
 from lmtier.format.keys import Identity, as_tokens
 from lmtier.format.layout import ChunkForm, Shard
+from lmtier.format.objects import EVERYTHING, Selector
 from lmtier.observe.journal import Change
 from lmtier.observe.prompts import MAX_ORIGIN, Origin
 from lmtier.rules.hints import MAX_BYTES, MAX_NAME, is_name
@@ -464,8 +465,16 @@ class Client:
         milliseconds = int(1000 * min(max(0.0, timeout), MAX_MS / 1000))
         return bool(self._server.call("LMTIER.FLUSH", milliseconds, seconds=timeout) == 1)
 
-    def clear(self, namespace: bytes = b"", *, force: bool = False) -> None:
-        self.call("clear", {"force": force, **({"prefix": namespace.hex()} if namespace else {})})
+    def clear(self, selector: Selector = EVERYTHING, *, force: bool = False) -> None:
+        """As Cache.clear, but not for tenants: `lmtier forget` is for them."""
+        if selector.tenants:
+            raise MisuseError("a client clears no tenants: use lmtier forget")
+        options = {
+            "prefix": selector.prefix.hex(),
+            "stored_by": "" if selector.by == "*" else selector.by,
+            "since": selector.since,
+        }
+        self.call("clear", {"force": force, **{name: value for name, value in options.items() if value}})
 
     def changes(self) -> list[Change] | None:
         """The changes on the server since the last call. The first call starts it.

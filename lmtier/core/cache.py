@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from lmtier.core.index import Index, no_record
 from lmtier.core.load_decider import LoadDecider
 from lmtier.core.lower import CacheContext, LowerTier
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CLEARED, CPU, DIFFERED, Entry, EntryState, Lookup, check_chain
+from lmtier.core.match import CPU, DIFFERED, Entry, EntryState, Lookup, check_chain
 from lmtier.core.matches import Matches
 from lmtier.core.memory import MemoryPlace
 from lmtier.core.owned import OwnedTier
@@ -38,7 +39,7 @@ from lmtier.core.slab import Slab
 from lmtier.errors import ConfigError, MisuseError, log
 from lmtier.format.keys import NO_TENANT
 from lmtier.format.layout import ChunkForm, Shard
-from lmtier.format.objects import Suspect, now_ms
+from lmtier.format.objects import EVERYTHING, Selector, now_ms
 from lmtier.observe.follower import CacheObservers
 from lmtier.observe.metrics import Metrics
 from lmtier.observe.miss_curve import MissCurves
@@ -53,7 +54,6 @@ from lmtier.tiers.base import Tier
 _WAITING_SHARE = 15 / 16
 _WARM_PATIENCE = 60.0  # seconds that opening a cache waits for its tiers to know what they hold
 _COMING_DOWN = 0.004  # seconds of a step for evictions because a capacity became smaller
-_CLEARED_AT_ONCE = 1024  # chunks
 
 M = TypeVar("M", bound=Match)
 
@@ -286,7 +286,7 @@ class Cache:
         chunks visible.
 
         New chunks can be used for `ttl` seconds. Chunks that are already stored keep their ttl. `by` names
-        the writer, for `purge`.
+        the writer, for `clear`.
 
         Between its small steps the owner can serve others. The first step finds all misuse. If it is closed
         before its end, nothing stays reserved.
@@ -419,50 +419,39 @@ class Cache:
         self._wake.wait(seconds)
         self._wake.clear()
 
-    def purge_in_steps(self, suspect: Suspect, *, force: bool = False) -> Generator[None, None, None]:
-        """Delete the chunks that `suspect` covers, except those in use; with `force` those too.
+    def clear_in_steps(
+        self, selector: Selector = EVERYTHING, *, force: bool = False
+    ) -> Generator[None, None, None]:
+        """Delete what `selector` covers except what is leased; with `force` that too: releases do no harm.
 
-        In lower tiers headers are read one by one to find them; `flush` waits for that. Until then lookups
-        still find such chunks, but from the first step on they are not loaded.
+        Shared tiers are searched, and what is found is deleted for all users of the tier; until then this
+        cache finds none of it there. Where headers decide, lower tiers read them one by one: lookups find
+        such chunks, but from the first step on none is loaded. `flush` waits for both. Between its small
+        steps the owner can serve others. If it is closed before its end, it still deletes in lower tiers.
         """
-        suspect = replace(suspect, until=min(suspect.until, now_ms()))
-        self.lower.doubt(suspect)
+        if selector.needs_headers:
+            selector = replace(selector, until=min(selector.until, now_ms()))
+        is_unused = self.lower.is_leased_only_by_writes if selector.needs_headers else _is_unleased
+        may_go = None if force else is_unused
+        places: list[Iterable[int]] = [self.memory.clear(selector, may_go)]
+        if selector.is_prefix:
+            places += (tier.clear(selector, force=force) for tier in self.lower.owned)
+        self._begin_clear(selector)
         try:
-            yield from self.memory.purging(suspect, None if force else self.lower.is_leased_only_by_writes)
-        finally:  # also if the one who asked has left between two steps
-            self.lower.purge(suspect)
-
-    purge = at_once(purge_in_steps)
-
-    def clear_in_steps(self, namespace: bytes = b"", *, force: bool = False) -> Generator[None, None, None]:
-        """Delete everything that is not leased; with `force` leased chunks too. Later releases are harmless.
-
-        `namespace`, from `keys.namespace`, limits it to a model. Shared tiers are searched for its chunks,
-        which are deleted for all users of the tier. `flush` waits for that; until then this cache finds none
-        of them there. Between its small steps the owner can serve others: a million chunks take seconds.
-        """
-        for tier in self.lower:
-            tier.unlease_queued(namespace)
-        places: list[tuple[Index, Callable[[Entry], None]]] = [
-            (self.index, lambda entry: self.memory.take_out(entry, CLEARED)),
-            *((tier.index, tier.clear_one) for tier in self.lower.owned),
-        ]
-        for index, clear_one in places:
-            for count, entry in enumerate(index.entries(), 1):
-                is_in_namespace = entry.state is not EntryState.GONE and entry.key.startswith(namespace)
-                if is_in_namespace and (force or not entry.leases):
-                    clear_one(entry)
-                if not count % _CLEARED_AT_ONCE:
+            for place in places:
+                for _ in place:
                     yield
-        for tier in self.lower:  # at once: chunks that were stored again in the meantime
-            tier.unlease_queued(namespace)
-        for entry in self.index.entries():
-            if entry.key.startswith(namespace) and (force or not entry.leases):
-                self.memory.take_out(entry, CLEARED)
-        for tier in self.lower:
-            tier.clear(namespace, force=force)
+        finally:  # at once: what was stored again in the meantime; also if the one who asked has left
+            self._begin_clear(selector)
+            places = [self.memory.clear(selector, may_go)] if selector.is_prefix else []
+            for place in (*places, *(tier.clear(selector, force=force) for tier in self.lower)):
+                deque(place, 0)
 
     clear = at_once(clear_in_steps)
+
+    def _begin_clear(self, selector: Selector) -> None:
+        for tier in self.lower:
+            tier.begin_clear(selector)
 
     def compared(self, chunks: int, differing: int) -> None:
         """Count the chunks whose fingerprints were compared after a load, and how many of them differed."""
@@ -658,6 +647,10 @@ class Cache:
                 assert entry.leases == expected.get(entry, 0), f"{entry!r} has a lease without a holder"
         for tier in self.lower:
             tier.check()
+
+
+def _is_unleased(entry: Entry) -> bool:
+    return not entry.leases
 
 
 def _check_change(before: Config, after: Config) -> None:

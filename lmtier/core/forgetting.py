@@ -15,18 +15,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmtier.core.lower import LowerTier
-from lmtier.core.match import CLEARED, EntryState
 from lmtier.core.shared import SharedTier
 from lmtier.errors import LMTierError, MisuseError, audit, log, size_text
 from lmtier.format.keys import NO_TENANT, TENANT_BYTES, tenant_of
+from lmtier.format.objects import Selector
 from lmtier.format.sealing import TenantKeys, Tombstone
 from lmtier.tiers.blocking import LEARNED_WITHIN
 
 if TYPE_CHECKING:
     from lmtier.core.cache import Cache
-
-_AT_ONCE = 1024  # chunks
-_BYTES_AT_ONCE = 8 << 20
 
 Steps: TypeAlias = "Generator[bool, None, TenantReport]"
 
@@ -131,7 +128,7 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
             reports[owned.label].chunks = 0
         for tiers in (cache.lower.owned, cache.lower):
             for tier in tiers:  # again, for what was stored meanwhile; and no other host brings it back
-                for deleted in tier.delete_tenants((tenant,)):
+                for deleted in tier.clear(Selector(tenants=frozenset((tenant,))), force=True):
                     reports[tier.label].chunks = (reports[tier.label].chunks or 0) + deleted
                     yield False
         while time.monotonic() < deadline and any(
@@ -232,7 +229,7 @@ class ForgottenTenants:
                 continue
             tier_report = TierReport(tier.label, BY_TENANT if _seals_by_tenant(tier) else NOT)
             report.tiers.append(tier_report)
-            for deleted_chunks in tier.delete_tenants(tenants):
+            for deleted_chunks in tier.clear(Selector(tenants=frozenset(tenants)), force=True):
                 tier_report.chunks = (tier_report.chunks or 0) + deleted_chunks
                 yield False
         while self.hears_of_others and time.monotonic() < began_at + LEARNED_WITHIN:
@@ -311,19 +308,9 @@ def _destroy_keys(cache: Cache, tenant: bytes, report: TenantReport) -> None:
 def _leave_slab(
     cache: Cache, tenants: Collection[bytes], report: TenantReport
 ) -> Generator[bool, None, None]:
-    # What was deleted for another reason, while an engine reads it.
-    cache.memory.to_wipe.update(
-        entry for entry in cache.memory.deleted_in_use if tenant_of(entry.key) in tenants
-    )
-    wiped_bytes = 0
-    for number, entry in enumerate(cache.index.entries(), 1):
-        if tenant_of(entry.key) in tenants and entry.state is not EntryState.GONE:
-            cache.memory.erase(entry, CLEARED)
-            report.chunks += 1
-            wiped_bytes += entry.nbytes
-        if not number % _AT_ONCE or wiped_bytes > _BYTES_AT_ONCE:
-            wiped_bytes = 0
-            yield False
+    for chunks in cache.memory.clear(Selector(tenants=frozenset(tenants)), wipe=True):
+        report.chunks += chunks
+        yield False
 
 
 def _wipe(cache: Cache, report: TenantReport) -> Generator[bool, None, None]:

@@ -10,7 +10,7 @@ from itertools import islice
 
 from lmtier.errors import log
 from lmtier.format.layout import Name
-from lmtier.format.objects import Suspect
+from lmtier.format.objects import EVERYTHING, Selector
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.breaker import Breaker
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Tier
@@ -80,14 +80,13 @@ class Jobs:
         items: tuple[Item, ...],
         then: Callable[[Done], None],
         deadline: float | None = None,
-        prefix: bytes = b"",
-        suspect: Suspect | None = None,
+        selector: Selector = EVERYTHING,
         is_again: bool = False,
     ) -> None:
         self.last += 1
-        job = Job(self.last, op, items, deadline, prefix, suspect)
+        job = Job(self.last, op, items, deadline, selector)
         names = tuple(item.name for item in items)
-        breaker = self._breaker(op) if suspect is None else self.searching
+        breaker = self._breaker(op) if selector.is_prefix else self.searching
         breaker = self.deleting_again if is_again else breaker
         self._jobs[job.id] = _Unfinished(op, names, then, time.monotonic(), breaker)
         breaker.sent()

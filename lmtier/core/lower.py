@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -25,7 +25,7 @@ from lmtier.errors import log
 from lmtier.format.compression import AUTO, RAW, WORDS
 from lmtier.format.keys import is_state, tenant_of
 from lmtier.format.layout import PAGE, ChunkForm, Name, Shard, padded, stored_size
-from lmtier.format.objects import NO_MARK, Header, Suspect
+from lmtier.format.objects import NO_MARK, Header, Selector
 from lmtier.observe.follower import CacheObservers
 from lmtier.observe.metrics import INTENDED_DROPS, Metrics
 from lmtier.rules.lifetimes import FOREVER, HeaderClock
@@ -126,7 +126,7 @@ class LowerTier(ABC):
         """Chunks of the slab that are being written, each leased for that."""
         self._storing_bytes = 0
         self._writes = WriteQueue(context.slab, context.release, self._given_up, context.queue_length)
-        self._suspects: list[Suspect] = []
+        self._suspects: list[Selector] = []
         """A chunk that one of these covers is not loaded. It is deleted as soon as its header is read."""
         self.why_uncleared = ""
         """The last error of a clear."""
@@ -326,10 +326,6 @@ class LowerTier(ABC):
     def _given_up(self, key: bytes) -> None:
         """What waited under this key will not be written."""
 
-    def unlease_queued(self, prefix: bytes) -> None:
-        """Waiting chunks whose keys begin with `prefix` may leave the slab before they are written."""
-        self._writes.unlease_queued(prefix)
-
     def pump(self, spare: float = float("inf")) -> None:
         """Submit waiting writes, as far as the tier, its room and its breaker allow.
 
@@ -525,14 +521,19 @@ class LowerTier(ABC):
         A tier that does not know in which form it holds the chunk deletes it in each of `forms`.
         """
 
-    def clear(self, namespace: bytes, *, force: bool) -> None:
-        """Delete everything except chunks that are leased here, or in the slab while they wait to be
-        written."""
-        self._writes.forget_missing()
-
     @abstractmethod
-    def delete_tenants(self, tenants: Collection[bytes]) -> Iterable[int]:
-        """Delete all chunks of these tenants, in small steps: how many in each, if that is known."""
+    def clear(self, selector: Selector, *, force: bool) -> Iterable[int]:
+        """Delete what `selector` covers, in small steps: how many chunks in each, if that is known.
+
+        It keeps what is leased here, except with `force`. Where headers decide they must be read first; until
+        then nothing that it covers is loaded.
+        """
+
+    def begin_clear(self, selector: Selector) -> None:
+        """`clear` follows. From now on no chunk is loaded that is covered by its header."""
+        self._writes.unlease_queued(selector)
+        if selector.needs_headers:
+            self._block_loads(selector)
 
     def is_changing_tenant(self, tenant: bytes) -> bool:
         """Whether chunks of this tenant are being written or deleted now."""
@@ -545,20 +546,11 @@ class LowerTier(ABC):
         failing_keys = {name.key for names, _ in self._undeleted for name in names}
         return all(key in failing_keys for key in self._busy_keys if tenant_of(key) == tenant)
 
-    def block_loads(self, suspect: Suspect) -> None:
-        """Load no chunk that `suspect` covers. `purge` follows."""
+    def _block_loads(self, suspect: Selector) -> None:
         if suspect not in self._suspects:
             if self.is_clear_done:
                 del self._suspects[: 1 - _SUSPECTS]
             self._suspects.append(suspect)
-
-    def purge(self, suspect: Suspect) -> None:
-        """Delete the chunks that `suspect` covers.
-
-        Their headers must be read first; until then none is loaded.
-        """
-        self._writes.forget_missing()
-        self.block_loads(suspect)
 
     def _delete(self, names: list[Name], nbytes: int = 0, *, is_again: bool = False) -> None:
         if names:

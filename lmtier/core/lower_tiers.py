@@ -13,7 +13,6 @@ from lmtier.core.match import Entry
 from lmtier.core.owned import OwnedTier
 from lmtier.core.shared import SharedTier
 from lmtier.errors import ConfigError
-from lmtier.format.objects import Suspect
 from lmtier.tiers.base import Tier
 from lmtier.tiers.registry import open_tier
 
@@ -92,15 +91,6 @@ class LowerTiers(list[LowerTier]):
     def tiers_to_ask(self, source: str) -> list[SharedTier]:
         """The tiers that a request with this source asks what they have."""
         return [tier for tier in self.shared if tier.source in ("", source)]
-
-    def doubt(self, suspect: Suspect) -> None:
-        """Load no chunk that `suspect` covers. `purge` follows."""
-        for tier in self:
-            tier.block_loads(suspect)
-
-    def purge(self, suspect: Suspect) -> None:
-        for tier in self:
-            tier.purge(suspect)
 
     @contextmanager
     def replacing(self, key: bytes) -> Iterator[None]:

@@ -14,7 +14,7 @@ from lmtier.core.match import CLEARED, CPU, DELETED, EXPIRED, Entry, EntryState
 from lmtier.core.slab import Slab
 from lmtier.errors import MisuseError, size_text
 from lmtier.format.layout import ChunkForm, padded
-from lmtier.format.objects import Suspect
+from lmtier.format.objects import Selector
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.shares import Pool
@@ -23,7 +23,8 @@ _AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction, at
 _TRIES = 4  # evictions for one chunk before its room is given up as too fragmented
 _SLID = 4  # bytes that may be moved for a chunk, as a multiple of its size; or
 _SLID_BYTES = 32 << 20
-_PURGED_AT_ONCE = 1024  # chunks that are looked at
+_CLEARED_AT_ONCE = 1024  # chunks
+_WIPED_AT_ONCE = 8 << 20  # bytes
 _COMPACTING = 0.05  # seconds that compaction may take in a step; a single move may take longer
 
 
@@ -180,19 +181,26 @@ class MemoryPlace:
         else:
             self.deleted_in_use.add(entry)
 
-    def purging(self, suspect: Suspect, may_go: Callable[[Entry], bool] | None) -> Iterator[None]:
-        """Take out the chunks that `suspect` covers, in small steps. None: also those in use."""
-        for count, entry in enumerate(self.index.entries(), 1):
-            is_suspect = entry.state is not EntryState.GONE and suspect.covers(entry.key, entry.provenance)
-            if is_suspect and (may_go is None or may_go(entry)):
+    def clear(
+        self, selector: Selector, may_go: Callable[[Entry], bool] | None = None, *, wipe: bool = False
+    ) -> Iterator[int]:
+        """Take out what `selector` covers, in small steps: how many chunks in each. `may_go` None: also those
+        in use. `wipe`: overwrite their bytes once they are free, and of those that were taken out before."""
+        if wipe:
+            self.to_wipe.update(entry for entry in self.deleted_in_use if selector.concerns(entry.key))
+        chunks = wiped_bytes = 0
+        for number, entry in enumerate(self.index.entries(), 1):
+            is_covered = entry.state is not EntryState.GONE and selector.covers(entry.key, entry.provenance)
+            if is_covered and (may_go is None or may_go(entry)):
+                if wipe:
+                    self.to_wipe.add(entry)
+                    wiped_bytes += entry.nbytes
                 self.take_out(entry, CLEARED)
-            if not count % _PURGED_AT_ONCE:
-                yield
-
-    def erase(self, entry: Entry, why: str) -> None:
-        """`take_out`, and overwrite its bytes once they are free."""
-        self.to_wipe.add(entry)
-        self.take_out(entry, why)
+                chunks += 1
+            if not number % _CLEARED_AT_ONCE or wiped_bytes > _WIPED_AT_ONCE:
+                yield chunks
+                chunks = wiped_bytes = 0
+        yield chunks
 
     def _free(self, entries: Sequence[Entry]) -> None:
         for entry in self.to_wipe.intersection(entries) if self.to_wipe else ():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -29,9 +29,8 @@ from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, EntryS
 from lmtier.core.outdated import Outdated
 from lmtier.core.placement import form_of_parts
 from lmtier.errors import log, size_text
-from lmtier.format.keys import tenant_of
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded, stored_size
-from lmtier.format.objects import Header, Suspect
+from lmtier.format.objects import Header, Selector
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.fullness import UNBOUNDED, StorageLimit
 from lmtier.rules.lifetimes import FOREVER
@@ -68,7 +67,7 @@ class OwnedTier(LowerTier):
         read. They stay until they are evicted or stored again. They are not asked for until a restart."""
         self._failed: dict[bytes, Entry] = {}
         """Chunks that could not be read once."""
-        self._searches = deque[tuple[Suspect, Iterator[Entry]]]()
+        self._searches = deque[tuple[Selector, Iterator[Entry]]]()
         """The searches for suspect chunks, and the entries that each has still to look at."""
         self._unread = OrderedDict[bytes, None]()
         """Chunks whose headers are still to be read in a search for suspect chunks."""
@@ -502,32 +501,24 @@ class OwnedTier(LowerTier):
         if self.index.remove(entry, why):
             self._delete(names_of(entry), entry.nbytes)
 
-    def clear_one(self, entry: Entry) -> None:
-        self.discard(entry.key, (), CLEARED)
-
-    def clear(self, namespace: bytes, *, force: bool) -> None:
-        super().clear(namespace, force=force)
-        for entry in self.index.entries():
-            if entry.key.startswith(namespace) and (force or not entry.leases):
-                self.clear_one(entry)
-        if not self.is_warm and namespace not in self._prefixes_cleared_before_scan:
-            self._prefixes_cleared_before_scan += (namespace,)
-
-    def delete_tenants(self, tenants: Collection[bytes]) -> Iterator[int]:
+    def clear(self, selector: Selector, *, force: bool) -> Iterator[int]:
         self._writes.forget_missing()
+        if selector.needs_headers:
+            self._block_loads(selector)
+            self._search(selector)
+            return
         entries = iter(self.index.entries())
         while batch := list(islice(entries, _AT_ONCE)):
-            tenant_entries = [entry for entry in batch if tenant_of(entry.key) in tenants]
-            tenant_entries = [entry for entry in tenant_entries if entry.state is not EntryState.GONE]
-            for entry in tenant_entries:
-                self.clear_one(entry)
-            yield len(tenant_entries)
+            leaving = [each for each in batch if selector.concerns(each.key) and (force or not each.leases)]
+            leaving = [each for each in leaving if each.state is not EntryState.GONE]
+            for entry in leaving:
+                self.discard(entry.key, (), CLEARED)
+            yield len(leaving)
+        is_new = selector.prefix not in self._prefixes_cleared_before_scan
+        if selector.is_prefix and is_new and not self.is_warm:
+            self._prefixes_cleared_before_scan += (selector.prefix,)
 
-    def purge(self, suspect: Suspect) -> None:
-        super().purge(suspect)
-        self._search(suspect)
-
-    def _search(self, suspect: Suspect) -> None:
+    def _search(self, suspect: Selector) -> None:
         self._searches.append((suspect, iter(self.index.entries())))
         self._search_on()
         self._read_headers()
@@ -607,7 +598,7 @@ class OwnedTier(LowerTier):
         self._deleted_before_scan.clear()
         self._prefixes_cleared_before_scan = ()
         self.is_warm = True
-        for suspect in self._suspects:  # of a purge that came before the scan was done
+        for suspect in self._suspects:  # of a clear that came before the scan was done
             self._search(suspect)
         if len(index):
             log.info("lmtier: tier %s is warm: %d chunks, %s", self.label, len(index), size_text(index.used))

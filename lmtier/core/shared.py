@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lmtier.config import WRITES, TierSpec
@@ -17,7 +17,7 @@ from lmtier.core.lower import LOST, CacheContext, LowerTier, WriteDeferral, Writ
 from lmtier.core.match import DELETED, Entry
 from lmtier.errors import ConfigError
 from lmtier.format.layout import ChunkForm, Name
-from lmtier.format.objects import Suspect, now_ms
+from lmtier.format.objects import Selector, now_ms
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.worth import ArrivalEstimate, TierSpeed
 from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
@@ -33,7 +33,7 @@ many of 2 MiB are half a TiB. One that is forgotten is written once more."""
 class _Search:
     """The tier is still to be searched for a suspect."""
 
-    suspect: Suspect
+    suspect: Selector
     before: Set[bytes]
     """The writes that were in flight. They have to end first: the search would miss their objects."""
 
@@ -255,16 +255,21 @@ class SharedTier(LowerTier):
         for key in {name.key for name in names} & self._delete_after_job.keys() - self._busy_keys:
             self._delete(sorted(self._delete_after_job.pop(key)))
 
-    def clear(self, namespace: bytes, *, force: bool) -> None:
-        """Delete the chunks of `namespace`. From now on this cache finds none of them.
-
-        A failed clear is repeated until it is done or this process ends.
-        """
-        super().clear(namespace, force=force)
-        self._assumed_stored.clear()  # to find those of the namespace takes longer than to write some twice
-        if namespace not in self._clear_queue[self._is_clearing :]:
-            self._clear_queue += (namespace,)
-            self._clear_next()
+    def clear(self, selector: Selector, *, force: bool) -> Iterable[int]:
+        """From now on this cache finds none of them. A failed clear is repeated until it is done or this
+        process ends."""
+        self.doubt_all()  # to find those that are covered takes longer than to write some twice
+        if selector.is_prefix:
+            if selector.prefix not in self._clear_queue[self._is_clearing :]:
+                self._clear_queue += (selector.prefix,)
+                self._clear_next()
+            return ()
+        for tenants in {frozenset((tenant,)) for tenant in selector.tenants} or {selector.tenants}:
+            suspect = replace(selector, tenants=tenants, until=min(selector.until, now_ms()))
+            self._block_loads(suspect)
+            self._search_queue.append(_Search(suspect, frozenset(self._busy_keys)))
+        self._search_next()
+        return ()
 
     def _clear_next(self) -> None:
         """Begin the next clear once earlier writes have ended: the search would miss their objects."""
@@ -273,7 +278,7 @@ class SharedTier(LowerTier):
         if not any(key.startswith(self._clear_queue[0]) for key in self._busy_keys):
             self._is_clearing = True
             end_clear = partial(self._end_clear, self._search_queue.copy())
-            self._jobs.submit(Op.CLEAR, (), end_clear, prefix=self._clear_queue[0])
+            self._jobs.submit(Op.CLEAR, (), end_clear, selector=Selector(self._clear_queue[0]))
 
     def _end_clear(self, searches: list[_Search], done: Done) -> None:
         """`searches`: those that waited when the clear began."""
@@ -291,21 +296,10 @@ class SharedTier(LowerTier):
         for key in self._writes.under(self._clear_queue):
             self._drop(self._writes.give_up(key), "cleared")
 
-    def delete_tenants(self, tenants: Collection[bytes]) -> Iterable[int]:
-        for tenant in tenants:
-            self.purge(Suspect(tenant=tenant, until=now_ms()))
-        return ()
-
     def doubt_all(self) -> None:
-        """Another server deletes a tenant's objects here: rely no longer on what was seen."""
+        """Objects are deleted here: rely no longer on what was seen."""
         self._writes.forget_missing()
         self._assumed_stored.clear()
-
-    def purge(self, suspect: Suspect) -> None:
-        super().purge(suspect)
-        self._assumed_stored.clear()
-        self._search_queue.append(_Search(suspect, frozenset(self._busy_keys)))
-        self._search_next()
 
     def _search_next(self) -> None:
         search = next(iter(self._search_queue), None)
@@ -313,7 +307,7 @@ class SharedTier(LowerTier):
             return
         if self._jobs.searching.allows():
             self._is_searching = True
-            self._jobs.submit(Op.CLEAR, (), partial(self._end_search, search), suspect=search.suspect)
+            self._jobs.submit(Op.CLEAR, (), partial(self._end_search, search), selector=search.suspect)
 
     def _end_search(self, search: _Search, done: Done) -> None:
         self._is_searching = False

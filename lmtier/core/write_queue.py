@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from lmtier.core.index import Index
 from lmtier.core.match import Entry
+from lmtier.format.objects import Selector
 
 _RECORDS_SHARE = 1 / 4
 """The part of the slab that acknowledged records may hold until this tier has written them."""
@@ -83,9 +84,9 @@ class WriteQueue:
         """Move the chunk to the end of the queue."""
         self._waiting.move_to_end(key)
 
-    def unlease_queued(self, prefix: bytes) -> None:
-        """Records whose keys begin with `prefix` may leave the slab before they are written."""
-        for entry in [entry for entry in self.leased if entry.key.startswith(prefix)]:
+    def unlease_queued(self, selector: Selector) -> None:
+        """Records that `selector` covers may leave the slab before they are written."""
+        for entry in [entry for entry in self.leased if selector.concerns(entry.key)]:
             self._unlease(entry)
 
     def forget_missing(self) -> None:

@@ -88,7 +88,7 @@ __all__ = [
     "Provenance",
     "Scratch",
     "Seal",
-    "Suspect",
+    "Selector",
     "UnreadableObject",
     "UnsealedObject",
     "authenticate",
@@ -125,31 +125,41 @@ def now_ms() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
-    """Chunks to delete: those under `prefix`, or of a tenant, that matching engines stored in a time."""
+class Selector:
+    """Which chunks: those under `prefix`, of these tenants, that matching engines stored in a time."""
 
     prefix: bytes = b""
     by: str = "*"
     """A shell pattern for the names of engines."""
     since: int = 0
+    """In ms since the epoch. With it, or with `by`, headers decide, and no named value is meant."""
     until: int = 1 << 62
-    tenant: bytes = b""
-    """As `keys.tenant` gives it. Empty: all."""
+    """It limits chunks of tenants, and those whose headers decide."""
+    tenants: frozenset[bytes] = frozenset()
+    """As `keys.tenant` gives them. Empty: all, and named values too."""
 
     @property
-    def is_all_of_a_tenant(self) -> bool:
-        """No matter who stored it, or when."""
-        return bool(self.tenant) and self.by == "*" and not self.since
+    def needs_headers(self) -> bool:
+        return bool(self.since) or self.by != "*"
+
+    @property
+    def is_prefix(self) -> bool:
+        return not (self.tenants or self.needs_headers)
 
     def concerns(self, key: bytes) -> bool:
-        """Whether a chunk with this key may be suspect."""
-        is_theirs = not self.tenant or tenant_of(key) == self.tenant
-        return is_theirs and key.startswith(self.prefix) and not is_value(key)
+        """Whether a chunk with this key may be meant."""
+        is_theirs = not self.tenants or tenant_of(key) in self.tenants
+        return is_theirs and key.startswith(self.prefix) and (self.is_prefix or not is_value(key))
 
     def covers(self, key: bytes, made: Provenance) -> bool:
-        """Whether this chunk is suspect. A chunk without a time of storing is not, except by its tenant."""
-        since = self.since if self.tenant else max(self.since, 1)
+        """Whether this chunk is meant. Where headers decide, one without a time of storing is not."""
+        if self.is_prefix:  # quick: it is asked for each chunk of a tier
+            return key.startswith(self.prefix)
+        since = max(self.since, 1) if self.needs_headers else 0
         return since <= made.at <= self.until and fnmatchcase(made.by, self.by) and self.concerns(key)
+
+
+EVERYTHING = Selector()
 
 
 class CorruptObject(Exception):

@@ -24,7 +24,7 @@ from lmtier.core.forgetting import forgetting, need_tenant
 from lmtier.core.placement import write_form
 from lmtier.errors import ConfigError, MisuseError, excerpt
 from lmtier.format.keys import KEY_BYTES, namespace, tenant
-from lmtier.format.objects import Suspect
+from lmtier.format.objects import Selector
 from lmtier.rules.hints import actions_of
 from lmtier.rules.sessions import MAX_SESSIONS
 from lmtier.server.access import Role, right_to_call, why_not, write_audit
@@ -252,11 +252,8 @@ class Api:
         is_selective = stored_by is not None or since is not None
         if begin or is_selective:  # a clear of everything makes all others unnecessary
             self._need_few_clears()
-        if is_selective:
-            steps = self._cache.purge_in_steps(Suspect(begin, stored_by or "*", since or 0), force=force)
-        else:
-            steps = self._cache.clear_in_steps(begin, force=force)
-        return self._alone(self._clearing(steps, seconds))
+        selector = Selector(begin, stored_by or "*", max(1, since or 0) if is_selective else 0)
+        return self._alone(self._clearing(self._cache.clear_in_steps(selector, force=force), seconds))
 
     def _need_warm(self, done: str) -> None:
         if not self._cache.is_warm:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lmtier.errors import ConfigError
 from lmtier.format.compression import RAW
 from lmtier.format.layout import Name
-from lmtier.format.objects import Header, Suspect
+from lmtier.format.objects import EVERYTHING, Header, Selector
 from lmtier.format.sealing import SealingKeys
 
 
@@ -69,10 +69,8 @@ class Job:
     items: tuple[Item, ...]
     deadline: float | None = None
     """In time.monotonic(). An item that has not begun by then fails with Reason.DEADLINE."""
-    prefix: bytes = b""
-    """CLEAR: delete every object whose key begins with this. Objects stored during the job may stay."""
-    suspect: Suspect | None = None
-    """CLEAR: delete only those objects whose headers this covers."""
+    selector: Selector = EVERYTHING
+    """CLEAR: delete every object that it covers. Objects stored during the job may stay."""
 
 
 class Stat(NamedTuple):

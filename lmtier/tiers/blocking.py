@@ -23,7 +23,7 @@ from lmtier.format import objects
 from lmtier.format.autocodec import AutoCodec
 from lmtier.format.compression import AUTO, RAW, Codec, find
 from lmtier.format.layout import Name
-from lmtier.format.objects import Header, Scratch, Suspect, anonymous
+from lmtier.format.objects import Header, Scratch, Selector, anonymous
 from lmtier.format.sealing import NoKey, SealingKeys, TenantKeys
 from lmtier.threads import collector_paused, start_thread
 from lmtier.tiers.base import Done, Item, Job, Op, Reason, Stat, Tier
@@ -145,22 +145,16 @@ class BlockingTier(Tier):
         """Return all objects, for a warm start. A tier with `keeps = False` does not need it."""
         return ()
 
-    def clear(self, prefix: bytes) -> Iterable[None]:
-        """Delete every object whose key begins with `prefix`, some at a time, and yield in between.
+    def clear(self, selector: Selector) -> Iterable[None]:
+        """Delete the objects that `selector` covers, some at a time, and yield in between.
 
-        Only a tier with `keeps = False` needs it: it has no `scan`, so lmtier does not know its names.
+        Only a tier with `keeps = False` needs it: it has no `scan`, so lmtier does not know its names. If
+        `selector.is_prefix`, keys decide: no header has to be read.
         """
-        for name, _ in self.scan():
-            if name.key.startswith(prefix):
-                self.delete([name])
-                yield
-
-    def delete_suspects(self, suspect: Suspect) -> Iterable[None]:
-        """Delete the objects that `suspect` covers, in steps as `clear` does."""
         page = memoryview(bytearray(objects.PAGE))
         for name, _ in self.scan():
-            if suspect.concerns(name.key):
-                if suspect.covers(
+            if selector.concerns(name.key):
+                if selector.is_prefix or selector.covers(
                     name.key, objects.peek(page[: self.read(Item(name), (page,))], name)[0].provenance
                 ):
                     self.delete([name])
@@ -339,7 +333,7 @@ class BlockingTier(Tier):
                 with collector_paused():
                     return dict(self.scan())
             case Op.CLEAR:
-                for _ in self.clear(job.prefix) if job.suspect is None else self.delete_suspects(job.suspect):
+                for _ in self.clear(job.selector):
                     if self._closing.is_set():
                         raise ConnectionError("the tier was closed in the middle of the job")
                 return {}

@@ -28,6 +28,7 @@ from lmtier.core.grant import Grant, Match
 from lmtier.errors import ConfigError, MisuseError, TierError
 from lmtier.format.keys import Identity, namespace, state_key
 from lmtier.format.layout import PAGE, LayerShape, Layout, Shard, form_of, padded, stored_size
+from lmtier.format.objects import Selector
 from lmtier.rules.worth import Cost
 from lmtier.wire.command_reader import CommandReader
 from lmtier.wire.resp import Error, encode
@@ -260,10 +261,24 @@ def test_everything_can_be_cleared_and_discarded(serve):
         client.discard(match.keys[2])
         client.release(match)
         assert look(client, keys(3)) == ["cpu"] * 2
-        client.clear(namespace("a"))
+        client.clear(Selector(namespace("a")))
         assert (look(client, keys(3)), look(client, keys(2, "b"))) == ([], ["cpu"] * 2)
         client.clear(force=True)
         assert used(client) == 0
+
+
+def test_a_client_clears_what_one_engine_has_stored(serve):
+    path = serve().path
+    with Client(path, name="good") as good, Client(path, name="bad") as bad:
+        store(good, keys(3))
+        store(bad, keys(2, "b"))
+        for none in (Selector(by="b*", since=1 << 50), Selector(namespace("a"), by="bad")):
+            good.clear(none)
+        assert len(look(good, keys(2, "b"))) == 2
+        good.clear(Selector(by="bad*"))
+        assert (look(good, keys(3)), look(good, keys(2, "b"))) == (["cpu"] * 3, [])
+        with pytest.raises(MisuseError, match="lmtier forget"):
+            good.clear(Selector(tenants=frozenset({b"abcd"})))
 
 
 def test_chunks_are_deleted_by_their_keys_also_where_only_a_tier_that_must_be_asked_has_them(serve, tmp_path):

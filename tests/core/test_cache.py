@@ -19,6 +19,7 @@ from lmtier.core.match import EntryState, Lookup
 from lmtier.errors import LayoutError, MisuseError
 from lmtier.format.keys import namespace, value_key
 from lmtier.format.layout import PAGE, ChunkForm, Layout, Name, Shard, form_of, padded, stored_size
+from lmtier.format.objects import Selector
 from lmtier.server.values import Values
 from lmtier.testing import Gate, MemoryTier, SlowTier, opaque_layout
 from lmtier.tiers.base import Reason
@@ -749,7 +750,7 @@ def test_one_model_can_be_cleared_and_the_others_stay(make, tmp_path):
     store(cache, named("llama", 3))
     store(cache, named("qwen", 3))
     cache.flush()
-    cache.clear(namespace("llama"))
+    cache.clear(Selector(namespace("llama")))
     assert look(cache, named("llama", 3)) == []
     assert look(cache, named("qwen", 3)) == ["cpu"] * 3
     assert cache.flush()

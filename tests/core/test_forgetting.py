@@ -121,8 +121,8 @@ def test_a_tenant_leaves_a_tier_in_small_steps(monkeypatch):
         save(cache, keys(A, 30))
         for first in range(0, 1500, 30):
             save(cache, keys(B, 1500)[first : first + 30])
-        for module in ("forgetting", "owned", "lower"):
-            monkeypatch.setattr(f"lmtier.core.{module}.tenant_of", look)
+        for module in ("core.forgetting", "core.lower", "format.objects"):
+            monkeypatch.setattr(f"lmtier.{module}.tenant_of", look)
         steps = forgetting(cache, A, 20.0, "a test")
         while (must_wait := next(steps, None)) is not None:
             assert len(looked) <= 1024 + 100

@@ -16,7 +16,7 @@ from lmtier.core.jobs import Jobs
 from lmtier.core.lower_tiers import LowerTiers
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.layout import Name
-from lmtier.format.objects import Suspect
+from lmtier.format.objects import Selector
 from lmtier.observe.metrics import Metrics
 from lmtier.server.report import Report
 from lmtier.testing import FlakyTier, Gate, MemoryTier, SlowTier
@@ -492,7 +492,7 @@ def test_what_the_same_engine_stores_later_is_not_suspect(keeps):
     with Cache(config, tiers={url if keeps else FAR: tier}) as cache:
         store(cache, of(M, 2), by="bad")
         settle(cache, tier)
-        cache.purge(Suspect(by="bad"))
+        cache.clear(Selector(by="bad"))
         settle(cache, tier)
         assert not tier.kept
         time.sleep(0.002)

@@ -14,7 +14,7 @@ from lmtier.core.handover import Handover, HandoverWriter
 from lmtier.format.handover_file import HandoverFile
 from lmtier.format.keys import is_value
 from lmtier.format.layout import PAGE, Name
-from lmtier.format.objects import read_header
+from lmtier.format.objects import EVERYTHING, read_header
 from lmtier.server.commands import PAUSE
 from lmtier.server.values import ValueInfo, Values
 from lmtier.tiers.base import Op, Reason
@@ -341,7 +341,7 @@ def test_the_next_cache_finds_no_older_value_than_one_that_left_before_it_was_wr
     settle(cache, tier)
     put(values, b"second")
     for below in cache.lower:  # as a clear in progress does
-        below.unlease_queued(b"")
+        below.begin_clear(EVERYTHING)
     leave_memory(cache)
     after = LoggingTier(tier.kept)
     cache, values = opened({URL: after}, shared=True, handover=handed_over(cache, is_known=is_known))

@@ -13,7 +13,7 @@ from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.format.keys import is_value, namespace, value_key
 from lmtier.format.layout import Name
-from lmtier.format.objects import Suspect
+from lmtier.format.objects import EVERYTHING, Selector
 from lmtier.rules.fullness import FULL_PAUSE
 from lmtier.testing import FullTier, Gate, MemoryTier, SlowTier
 from lmtier.tiers.base import Done, Item, Op, Reason
@@ -336,7 +336,7 @@ def test_what_is_replaced_during_a_scan_is_what_the_next_start_finds(late, form)
 def test_a_clear_during_a_scan_forgets_what_the_scan_finds(late):
     ours, theirs = [[namespace(name) + key[4:] for key in keys(2)] for name in ("m", "n")]
     cache = late.open(ours, theirs, form=TWO)
-    cache.clear(namespace("m"))
+    cache.clear(Selector(namespace("m")))
     assert not cache.lower[0].is_clear_done
     assert store(cache, ours[:1]) == 1, "what comes afterwards stays"
     late.gate.open()
@@ -351,7 +351,7 @@ def test_what_is_suspect_during_a_scan_goes_once_the_scan_has_found_it(late):
     """Nobody may read it for months, and a later process knows nothing of the suspicion."""
     ours, theirs = [[namespace(name) + key[4:] for key in keys(2)] for name in ("m", "n")]
     cache = late.open(ours, theirs, form=TWO)
-    cache.purge(Suspect(prefix=namespace("m")))
+    cache.clear(Selector(namespace("m"), since=1))
     assert not cache.lower[0].is_clear_done
     late.gate.open()
     assert cache.flush()
@@ -361,12 +361,12 @@ def test_what_is_suspect_during_a_scan_goes_once_the_scan_has_found_it(late):
 
 
 def test_a_purge_of_kv_gives_up_no_value_that_waits_to_be_written(late):
-    """Values were acknowledged, and a purge does not concern them."""
+    """Values were acknowledged, and a clear by headers does not concern them."""
     cache = late.open()
     assert store(cache, [value_key(b"a"), value_key(b"b")]) == 2
     leased = cache.index.leased_bytes
     assert leased
-    cache.purge(Suspect(by="bad"))
+    cache.clear(Selector(by="bad"))
     assert cache.index.leased_bytes == leased
     late.gate.open()
     assert cache.flush()
@@ -441,7 +441,7 @@ def test_of_a_tier_with_an_index_all_headers_are_read_a_few_at_a_time():
         store(cache, of(M, 20), by="good")
         store(cache, of(N, 20), by="bad")
         settle(cache, tier)
-        cache.purge(Suspect(by="bad", since=1))
+        cache.clear(Selector(by="bad", since=1))
         assert len(cache.index) == 20
         assert 0 < len(tier.waiting) <= 8
         tier.fault = Reason.DEADLINE
@@ -521,7 +521,7 @@ def test_a_storage_that_is_away_for_a_while_loses_nothing(make, search):
     tier = HandTier(kept(make, url, chain), keeps=True)
     cache = make(cpu(20), url, opened={url: tier})
     if search:
-        cache.purge(Suspect(by="nobody"))
+        cache.clear(Selector(by="nobody"))
     tier.fault = Reason.ERROR
     until = time.monotonic() + 1.2  # two pauses of the breaker
     while time.monotonic() < until:
@@ -549,7 +549,7 @@ def test_a_storage_that_is_away_for_a_while_loses_nothing(make, search):
 def test_a_search_for_suspects_ends_although_one_cannot_be_read(make):
     chain = of(M, 3)
     cache, tier = damaged(make, chain)
-    cache.purge(Suspect(by="bad"))
+    cache.clear(Selector(by="bad"))
     for _ in range(20):
         if tier.waiting:
             finish(cache, tier)
@@ -572,7 +572,7 @@ def test_no_suspect_is_forgotten_before_its_search_has_ended(keeps):
         settle(cache, tier)
         assert {name.key for name in tier.kept} == {key for chain in chains for key in chain}
         for number in range(20):
-            cache.purge(Suspect(by=f"engine {number}"))
+            cache.clear(Selector(by=f"engine {number}"))
         for chain in chains:
             match = cache.match(chain, ONE)
             while match.pending_lookups:
@@ -606,8 +606,8 @@ def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch)
 
         return counting
 
-    monkeypatch.setattr(Suspect, "concerns", counted(Suspect.concerns))
-    monkeypatch.setattr(Suspect, "covers", counted(Suspect.covers))
+    monkeypatch.setattr(Selector, "concerns", counted(Selector.concerns))
+    monkeypatch.setattr(Selector, "covers", counted(Selector.covers))
 
     def looks(work) -> int:
         """How often `work` looks; at a chunk of the slab, and at a header, twice."""
@@ -617,7 +617,7 @@ def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch)
 
     for entry in cache.index.entries()[:5]:  # the slab forgets, the tier does not
         cache.memory.take_out(entry)
-    steps = cache.purge_in_steps(Suspect(by="bad"))
+    steps = cache.clear_in_steps(Selector(by="bad"))
     assert looks(lambda: next(steps)) <= 2 * 1024
     match = cache.wait(cache.match(bad[:5], ONE))
     assert (match.chunks, match.cut_reason) == (0, "cleared")
@@ -626,7 +626,7 @@ def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch)
     while looks(lambda: next(steps, "ended")):
         assert len(looked) <= 2 * 1024
         turns += 1
-    assert turns == 2
+    assert turns == 3
     (below,) = cache.lower
     assert not below.is_clear_done
     while not below.is_clear_done:
@@ -635,13 +635,14 @@ def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch)
     assert {name.key for name in objects} == set(good)
 
 
-def test_a_search_for_suspects_goes_on_without_the_one_who_asked(make):
+@pytest.mark.parametrize("selector", [Selector(by="bad"), EVERYTHING], ids=["headers", "keys"])
+def test_a_clear_goes_on_without_the_one_who_asked(make, selector):
     url = "near://?capacity=1GiB"
     objects: dict[Name, bytes] = {}
     cache = make(cpu(1100), url, opened={url: MemoryTier(objects)}, queue_length=1200)
     store(cache, keys(1090), by="bad")
     assert cache.flush()
-    steps = cache.purge_in_steps(Suspect(by="bad"))
+    steps = cache.clear_in_steps(selector)
     next(steps)
     steps.close()
     assert cache.flush()

@@ -11,7 +11,7 @@ from lmtier.core.cache import Cache
 from lmtier.core.index import Occupancy
 from lmtier.format.keys import is_value, namespace, value_key
 from lmtier.format.layout import Name
-from lmtier.format.objects import Provenance, Suspect
+from lmtier.format.objects import Provenance, Selector
 from lmtier.server.values import Values
 from lmtier.testing import MemoryTier
 from lmtier.tiers.base import Op, Reason
@@ -64,7 +64,7 @@ def test_a_clear_waits_for_writes_that_are_under_way_and_only_for_those_of_its_n
     store(cache, of(N, 1))
     cache.step()
     assert [job.op for job in tier.waiting] == [Op.STORE] * 3
-    cache.clear(M, force=True)
+    cache.clear(Selector(M), force=True)
     assert len(tier.waiting) == 3
     finish(cache, tier)
     assert len(tier.waiting) == 2
@@ -109,7 +109,7 @@ def test_what_was_found_before_a_clear_is_not_loaded_in_it(cache, tier):
     match = cache.match(of(M, 2), ONE)
     assert finish(cache, tier) is Op.LOOKUP
     assert match.chunks == 2
-    cache.clear(M)
+    cache.clear(Selector(M))
     cache.prefetch(match)
     assert (match.chunks, match.cut_reason) == (0, "left_meanwhile")
     assert [job.op for job in tier.waiting] == [Op.CLEAR]
@@ -117,7 +117,7 @@ def test_what_was_found_before_a_clear_is_not_loaded_in_it(cache, tier):
 
 
 def test_nothing_that_is_being_cleared_is_asked_for(cache, tier):
-    cache.clear(M)
+    cache.clear(Selector(M))
     assert not cache.match(of(M, 3), ONE).pending_lookups
     mixed = cache.match([*of(N, 1), *of(M, 1)], ONE)
     assert mixed.pending_lookups
@@ -125,7 +125,7 @@ def test_nothing_that_is_being_cleared_is_asked_for(cache, tier):
 
 
 def test_what_is_stored_meanwhile_is_written_afterwards(cache, tier):
-    cache.clear(M)
+    cache.clear(Selector(M))
     store(cache, of(M, 3))
     store(cache, of(N, 1))
     cache.step()
@@ -136,7 +136,7 @@ def test_what_is_stored_meanwhile_is_written_afterwards(cache, tier):
 
 
 def test_what_waits_for_a_clear_that_fails_makes_room_for_others(cache, tier):
-    cache.clear(M)
+    cache.clear(Selector(M))
     store(cache, of(M, 3))
     store(cache, of(N, 1))
     tier.fault = Reason.ERROR
@@ -159,7 +159,7 @@ def test_a_tier_that_must_be_asked_is_searched_for_what_is_suspect_and_gives_non
     match = cache.match(of(N, 2), ONE)
     finish(cache, tier)
     assert match.chunks == 2
-    cache.purge(Suspect(by="b*"))
+    cache.clear(Selector(by="b*"))
     assert not cache.lower[0].is_clear_done
     assert [job.op for job in tier.waiting] == [Op.CLEAR]
     cache.prefetch(match)
@@ -175,7 +175,7 @@ def test_a_tier_that_must_be_asked_is_searched_for_what_is_suspect_and_gives_non
 def test_a_search_for_what_is_suspect_waits_for_writes_of_before_and_not_for_later_ones(cache, tier):
     store(cache, of(M, 1), by="bad")
     cache.step()
-    cache.purge(Suspect(by="bad"), force=True)
+    cache.clear(Selector(by="bad"), force=True)
     store(cache, of(N, 1), by="good")
     cache.step()
     assert [job.op for job in tier.waiting] == [Op.STORE, Op.STORE]
@@ -191,14 +191,14 @@ def test_what_is_suspect_leaves_memory_also_while_a_tier_writes_it_but_not_while
     store(cache, of(M, 1), by="bad")
     cache.step()
     assert [job.op for job in tier.waiting] == [Op.STORE]
-    cache.purge(Suspect(by="bad"))
+    cache.clear(Selector(by="bad"))
     assert cache.index.get(of(M, 1)[0]) is None
     settle(cache, tier)
     assert (tier.kept, cache.slab.used) == ({}, 0)
     store(cache, of(N, 1), by="bad")
     cache.step()
     match = cache.match(of(N, 1), ONE)
-    cache.purge(Suspect(by="bad"))
+    cache.clear(Selector(by="bad"))
     assert cache.index.get(of(N, 1)[0]) is not None
     cache.release(match)
     cache.index.check()
@@ -208,7 +208,7 @@ def test_a_search_that_fails_is_made_again(cache, tier):
     store(cache, of(M, 1), by="bad")
     settle(cache, tier)
     tier.fault = Reason.ERROR
-    cache.purge(Suspect(by="bad"))
+    cache.clear(Selector(by="bad"))
     assert finish(cache, tier) is Op.CLEAR
     assert cache.lower[0].why_uncleared
     tier.fault = None
@@ -220,7 +220,7 @@ def test_a_tier_that_cannot_be_searched_waits_for_nothing_and_is_well_after_a_cl
     below = cache.lower[0]
     store(cache, of(M, 1), by="bad")
     settle(cache, tier)
-    cache.purge(Suspect(by="bad"))
+    cache.clear(Selector(by="bad"))
     tier.fault = Reason.ERROR
     for _ in range(5):
         assert finish(cache, tier) is Op.CLEAR
@@ -229,14 +229,14 @@ def test_a_tier_that_cannot_be_searched_waits_for_nothing_and_is_well_after_a_cl
     assert not below.is_clear_failing
     cache.step()
     while tier.waiting:
-        tier.fault = Reason.ERROR if tier.waiting[0].suspect is not None else None
+        tier.fault = Reason.ERROR if not tier.waiting[0].selector.is_prefix else None
         finish(cache, tier)
     assert (tier.kept, below.why_busy(), cache.flush(5)) == ({}, "", True)
 
 
 def test_a_search_that_keeps_failing_stops_nothing_else(cache, tier):
     below = cache.lower[0]
-    cache.purge(Suspect(by="bad"))
+    cache.clear(Selector(by="bad"))
     tier.fault = Reason.ERROR
     for _ in range(5):
         assert finish(cache, tier) is Op.CLEAR
@@ -251,36 +251,39 @@ def test_a_search_that_keeps_failing_stops_nothing_else(cache, tier):
 
 def test_what_does_not_say_when_it_was_stored_is_not_suspect():
     (key,) = of(M, 1)
-    assert not Suspect().covers(key, Provenance())
-    assert not Suspect(since=6).covers(key, Provenance("x", 5))
-    assert Suspect(M, "x*", 5).covers(key, Provenance("xyz", 5))
-    assert not Suspect(N).covers(key, Provenance("x", 5))
-    assert not Suspect().covers(value_key(b"name"), Provenance("x", 5))
+    assert not Selector(by="?*").covers(key, Provenance("x", 0))
+    assert not Selector(since=1).covers(key, Provenance())
+    assert Selector(M).covers(key, Provenance()), "its key decides"
+    assert not Selector(since=6).covers(key, Provenance("x", 5))
+    assert Selector(M, "x*", 5).covers(key, Provenance("xyz", 5))
+    assert not Selector(N).covers(key, Provenance("x", 5))
+    assert not Selector(by="x").covers(value_key(b"name"), Provenance("x", 5))
+    assert Selector().covers(value_key(b"name"), Provenance("x", 5))
 
 
 def test_what_belongs_to_a_tenant_is_suspect_whenever_it_was_stored():
     ours, theirs = b"mod_" + b"ours" + bytes(24), b"mod_" + b"them" + bytes(24)
     for made in (Provenance(), Provenance("x", 5)):
-        assert Suspect(tenant=b"ours").covers(ours, made)
-        assert not Suspect(tenant=b"ours").covers(theirs, made)
-        assert not Suspect(b"other", tenant=b"ours").covers(ours, made)
-    assert not Suspect(tenant=b"ours", until=4).covers(ours, Provenance("x", 5))
+        assert Selector(tenants=frozenset({b"ours"})).covers(ours, made)
+        assert not Selector(tenants=frozenset({b"ours"})).covers(theirs, made)
+        assert not Selector(b"other", tenants=frozenset({b"ours"})).covers(ours, made)
+    assert not Selector(tenants=frozenset({b"ours"}), until=4).covers(ours, Provenance("x", 5))
 
 
 def test_a_clear_in_a_clear_is_one_more_and_never_a_third(cache, tier):
     for _ in range(5):
-        cache.clear(M)
-    cache.clear(N)
+        cache.clear(Selector(M))
+    cache.clear(Selector(N))
     ended = []
     while tier.waiting:
-        ended.append(tier.waiting[0].prefix)
+        ended.append(tier.waiting[0].selector.prefix)
         finish(cache, tier)
     assert ended == [M, M, N]
 
 
 def test_a_clear_that_keeps_failing_stops_nothing_else(cache, tier):
     below = cache.lower[0]
-    cache.clear(M)
+    cache.clear(Selector(M))
     tier.fault = Reason.ERROR
     for _ in range(5):
         assert finish(cache, tier) is Op.CLEAR
@@ -446,7 +449,7 @@ def test_what_is_deleted_there_is_sent_when_it_is_stored_again(cache, tier):
     settle(cache, tier)
     for delete in (
         lambda: cache.discard(of(M, 2)[1]),
-        lambda: cache.purge(Suspect()),
+        lambda: cache.clear(Selector(since=1)),
         cache.clear,
     ):
         before = {name.key for name in tier.kept}
@@ -492,7 +495,7 @@ def test_a_suspect_that_is_found_while_it_is_searched_for_is_not_taken_to_be_the
     store(cache, of(M, 1))
     settle(cache, tier)
     (shared,), (entry,) = cache.lower.shared, cache.index.entries()
-    shared.purge(Suspect())
+    shared.clear(Selector(since=1), force=False)
     match = cache.match(of(M, 2), ONE)
     (lookup,) = (number for number, job in enumerate(tier.waiting) if job.op is Op.LOOKUP)
     finish(cache, tier, lookup)

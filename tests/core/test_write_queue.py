@@ -8,6 +8,7 @@ from lmtier.core.index import Index
 from lmtier.core.match import Entry, EntryState
 from lmtier.core.write_queue import WriteQueue
 from lmtier.format.layout import form_of
+from lmtier.format.objects import Selector
 from lmtier.rules.policy import make_policy
 from lmtier.testing import opaque_layout
 from tests.stopwatch import Stopwatch
@@ -67,7 +68,7 @@ def test_what_is_postponed_comes_after_the_others(slab, writes):
 def test_records_may_be_let_go_before_they_are_written_and_what_left_is_forgotten(slab, writes):
     writes.add(stored(slab, b"record"))
     writes.add(stored(slab, b"chunk"))
-    writes.unlease_queued(b"re")
+    writes.unlease_queued(Selector(b"re"))
     assert (writes.leased_bytes, len(writes)) == (0, 2)
     slab.remove(slab.get(b"record"))
     writes.forget_missing()

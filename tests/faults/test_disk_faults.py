@@ -18,6 +18,7 @@ from lmtier.config import Config, TierSpec
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.layout import PAGE, Layout, Name, form_of
+from lmtier.format.objects import EVERYTHING
 from lmtier.rules.fullness import FULL_PAUSE
 from lmtier.testing import (
     FaultyModule,
@@ -222,7 +223,8 @@ def test_a_capacity_beyond_the_file_system_is_said_and_the_rest_is_used(small_di
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(PAGE)):
                 pass
-        cache.lower[0].clear(b"", force=True)
+        for _ in cache.lower[0].clear(EVERYTHING, force=True):
+            pass
         assert cache.flush()
         with filler.open("ab", buffering=0) as file:  # half of what we had
             file.write(bytes(4 << 20))

@@ -22,7 +22,7 @@ from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, TierError
 from lmtier.format.keys import namespace, tenant
 from lmtier.format.layout import PAGE, Name, form_of
-from lmtier.format.objects import Suspect
+from lmtier.format.objects import EVERYTHING, Selector
 from lmtier.testing import (
     Sample,
     delete,
@@ -768,7 +768,7 @@ def test_what_moves_between_nodes_while_they_are_cleared_goes_too(tmp_path):
     with cluster(tmp_path) as nodes, closing(tier_at(nodes[0].port, scheme="redis-cluster")) as tier:
         store(tier, *objects)
         names = {node: node.names() for node in nodes}
-        steps = tier.clear(b"")
+        steps = tier.clear(EVERYTHING)
         next(steps)
         (searched,) = [node for node in nodes if not node.names()]
         source = next(node for node in nodes if node is not searched)
@@ -796,7 +796,7 @@ def of_model(model: str, objects: list[Sample]) -> list[Sample]:
 
 def clear(tier: Tier, model: str) -> str:
     """Why it did not work."""
-    return run(tier, Job(1, Op.CLEAR, (), prefix=namespace(model))).error
+    return run(tier, Job(1, Op.CLEAR, (), selector=Selector(namespace(model)))).error
 
 
 def test_a_clear_takes_one_model_with_all_its_parts_and_whoever_lost_them(fresh):
@@ -823,7 +823,7 @@ TENANT = tenant("alice")
 
 def sift(tier: Tier) -> str:
     """Why what a tenant has could not be deleted."""
-    return run(tier, Job(1, Op.CLEAR, (), suspect=Suspect(tenant=TENANT))).error
+    return run(tier, Job(1, Op.CLEAR, (), selector=Selector(tenants=frozenset({TENANT})))).error
 
 
 def of_tenant(objects: list[Sample]) -> list[Sample]:
@@ -971,7 +971,7 @@ def test_what_is_cleared_is_not_found_from_then_on_and_what_is_new_stays(tmp_pat
         assert cache.flush(10)
         server.freeze()
         try:
-            cache.clear(namespace("m"))
+            cache.clear(Selector(namespace("m")))
             assert find(cache, model) == []  # at once: it is not even asked
             save(cache, model[:7])
             assert not cache.flush(0.05)
@@ -980,8 +980,8 @@ def test_what_is_cleared_is_not_found_from_then_on_and_what_is_new_stays(tmp_pat
         assert cache.flush(10)
         assert find(far, model) == ["redis"] * 7
         assert find(far, other) == ["redis"] * 5
-        cache.clear(namespace("m"))
-        cache.clear(namespace("m"))
+        cache.clear(Selector(namespace("m")))
+        cache.clear(Selector(namespace("m")))
         assert cache.flush(10)
         assert len(server.names()) == 5 * 3
         cache.check()
@@ -993,7 +993,7 @@ def test_a_write_that_was_under_way_is_cleared_too(tmp_path):
         save(cache, keys)
         cache.step()
         assert cache.lower[0].storing_entries
-        cache.clear(namespace("m"), force=True)
+        cache.clear(Selector(namespace("m")), force=True)
         assert cache.flush(10)
         assert server.names() == []
         cache.check()
@@ -1005,7 +1005,7 @@ def test_a_server_that_is_away_is_cleared_when_it_returns(tmp_path):
         save(cache, keys)
         assert cache.flush(10)
         proxy.cut(down=300)
-        cache.clear(namespace("m"))
+        cache.clear(Selector(namespace("m")))
         until(lambda: (cache.step(), cache.lower[0].clear_breaker.is_open)[1])
         assert find(cache, keys) == []
         assert not within(1, lambda: cache.flush(5))  # it does not wait for what keeps failing
@@ -1027,12 +1027,12 @@ def test_a_user_who_may_not_search_loses_nothing_but_the_clear(tmp_path):
         with Cache(Config(chunk_tokens=1, tiers=tiers, prefault=False, queue_length=8)) as cache:
             save(cache, keys)
             assert cache.flush(10)
-            cache.clear(namespace("m"))
+            cache.clear(Selector(namespace("m")))
             until(lambda: (cache.step(), cache.lower[0].clear_breaker.is_open)[1])
             assert "NOPERM" in cache.lower[0].why_uncleared
             for number in range(4):  # more than may wait
                 save(cache, [namespace("m") + key[4:] for key in keys_of(100 * number, 4)])
-                cache.clear(namespace("m"))
+                cache.clear(Selector(namespace("m")))
                 until(lambda: (cache.step(), not cache.lower[0]._writes)[1])
             save(cache, other)
             until(lambda: (cache.step(), len(server.names()) == 8 * 3)[1])

@@ -20,7 +20,7 @@ from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError
 from lmtier.format.keys import namespace, tenant
 from lmtier.format.layout import PAGE, Name, form_of
-from lmtier.format.objects import Suspect
+from lmtier.format.objects import Selector
 from lmtier.testing import (
     Sample,
     delete,
@@ -675,7 +675,7 @@ def test_the_headers_of_suspects_are_read_and_nothing_else_is_deleted(server, tm
     with closing(tier_at(server.port, tmp_path.name)) as tier:
         store(tier, *mine, *others)
         server.put(f"{tmp_path.name}/default/{MODEL.hex()}-somebody-else's", b"x")
-        assert run(tier, Job(1, Op.CLEAR, (), prefix=MODEL)).error == ""
+        assert run(tier, Job(1, Op.CLEAR, (), selector=Selector(MODEL))).error == ""
         left = {key.rpartition("/")[2] for key in server.keys(f"{tmp_path.name}/")}
         assert left == {*(str(each.name) for each in others), f"{MODEL.hex()}-somebody-else's"}
         assert lookup(tier, *(each.name for each in mine)) == {}
@@ -695,7 +695,7 @@ def test_only_the_headers_of_a_tenant_who_leaves_are_read(server, tmp_path, monk
             return get(key, *args, **options)
 
         monkeypatch.setattr(tier._bucket, "get", count)
-        assert run(tier, Job(1, Op.CLEAR, (), suspect=Suspect(tenant=who))).error == ""
+        assert run(tier, Job(1, Op.CLEAR, (), selector=Selector(tenants=frozenset({who})))).error == ""
         assert len(read) == len(mine)
         left = {key.rpartition("/")[2] for key in server.keys(f"{tmp_path.name}/")}
         assert left == {str(each.name) for each in others}

@@ -95,9 +95,9 @@ class HandTier(Tier):
             else:
                 self.attempt(job.op, item, done)
         if self.fault is None and job.op is Op.CLEAR:
-            for name in [name for name in self.kept if name.key.startswith(job.prefix)]:
+            for name in list(self.kept):
                 header, _ = objects.read_header(memoryview(self.kept[name]))
-                if job.suspect is None or job.suspect.covers(name.key, header.provenance):
+                if job.selector.covers(name.key, header.provenance):
                     del self.kept[name]
         if self.fault is None and job.op is Op.SCAN:
             done.ok.update({name: Stat(len(data) - PAGE) for name, data in self.kept.items()})

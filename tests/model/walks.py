@@ -35,7 +35,7 @@ from lmtier.core.match import Entry, EntryState, Lookup
 from lmtier.core.reservations import Reservation
 from lmtier.errors import MisuseError
 from lmtier.format.layout import PAGE, Name, Shard, form_of
-from lmtier.format.objects import Header, Provenance, Suspect
+from lmtier.format.objects import Header, Provenance, Selector
 from lmtier.rules.lifetimes import FOREVER
 from lmtier.rules.shares import Pool, parse
 from lmtier.rules.worth import Cost
@@ -390,7 +390,7 @@ class Walk:
             self.stays = {}
         held = {entry.key for entry in self.cache.index.entries() if entry.leases}
         held |= {entry.key for entry in self.near.index.entries() if entry.leases}
-        self.cache.clear(namespace, force=force)
+        self.cache.clear(Selector(namespace), force=force)
         for at in ALL_NAMES:
             if at.startswith(namespace) and (force or at not in held):
                 self.grow(at)
@@ -400,7 +400,7 @@ class Walk:
         """Everything that was stored up to now is suspect, whoever stored it, and though it is in use."""
         namespace = key(chance.randrange(CHAINS), 0)[:4] if chance.random() < 0.5 else b""
         self.stays = {}
-        self.cache.purge(Suspect(namespace), force=True)
+        self.cache.clear(Selector(namespace, since=1), force=True)
         self.clock.now += 0.002  # stamps count milliseconds
         for at in ALL_NAMES:
             if at.startswith(namespace):

@@ -25,7 +25,7 @@ import numpy as np
 from lmtier.errors import TierError, log
 from lmtier.format.keys import is_value
 from lmtier.format.layout import Name
-from lmtier.format.objects import PAGE, Suspect, padded
+from lmtier.format.objects import PAGE, Selector, padded
 from lmtier.threads import start_thread
 from lmtier.tiers.base import Item, Stat
 from lmtier_backends.mooncake.call_threads import CallThread, CallThreads
@@ -188,20 +188,19 @@ class MooncakeTier(TimedTier):
             if sizes.get(key, 0) > PAGE
         }
 
-    def clear(self, prefix: bytes) -> Iterator[None]:
+    def clear(self, selector: Selector) -> Iterator[None]:
         """The master does it, in one call."""
+        if not selector.is_prefix:
+            raise OSError(
+                errno.ENOSYS, "Mooncake cannot list its objects, so it cannot be searched: clear all of it"
+            )
         until, store = self._call_deadline(), self._connected_client()
-        pattern = f"^{re.escape(self._prefix)}{prefix.hex()}.*"
+        pattern = f"^{re.escape(self._prefix)}{selector.prefix.hex()}.*"
         with self._lanes.lend(until) as lane:
             count = lane.run(lambda: store.remove_by_regex(pattern, True), until)
         if count < 0:
             raise MooncakeError("a clear", count)
         yield
-
-    def delete_suspects(self, suspect: Suspect) -> Iterator[None]:
-        raise OSError(
-            errno.ENOSYS, "Mooncake cannot list its objects, so it cannot be searched: clear all of it"
-        )
 
     def close(self) -> None:
         self._closed.set()

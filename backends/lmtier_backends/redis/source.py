@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from lmtier.format.compression import RAW
 from lmtier.format.layout import Name
-from lmtier.format.objects import PAGE, Suspect
+from lmtier.format.objects import PAGE, Selector
 from lmtier.format.sealing import SealingKeys
 from lmtier.tiers.base import Item, Stat, Tier
 from lmtier_backends.redis.connection import accepted
@@ -88,10 +88,7 @@ class SourceTier(RedisTier):
     def delete(self, names: Sequence[Name]) -> None:
         """They belong to the other server."""
 
-    def clear(self, prefix: bytes) -> Iterator[None]:
-        return iter(())
-
-    def delete_suspects(self, suspect: Suspect) -> Iterator[None]:
+    def clear(self, selector: Selector) -> Iterator[None]:
         return iter(())
 
     # ---- the differences from Redis

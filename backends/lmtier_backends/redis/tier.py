@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from lmtier.errors import TierError, log
 from lmtier.format.keys import NAMESPACE_BYTES
 from lmtier.format.layout import Name
-from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
+from lmtier.format.objects import PAGE, CorruptObject, Selector, padded, peek
 from lmtier.tiers.base import Item, Stat
 from lmtier.wire.resp import Argument, Buffer, Error, encode_command_parts
 from lmtier_backends.options import TimedTier, require, require_common_options
@@ -262,15 +262,14 @@ class RedisTier(TimedTier):
                 found[name] = Stat(padded(card.nbytes))
         return found
 
-    def clear(self, prefix: bytes) -> Iterator[None]:
+    def clear(self, selector: Selector) -> Iterator[None]:
         """Also deletes parts that belong to no object. Each step ends by `deadline`."""
-        return self._search(prefix.hex(), self._clear_all)
-
-    def delete_suspects(self, suspect: Suspect) -> Iterator[None]:
-        start = suspect.prefix.hex()
-        if suspect.tenant and len(suspect.prefix) <= NAMESPACE_BYTES:
-            start = start.ljust(2 * NAMESPACE_BYTES, "?") + suspect.tenant.hex()
-        return self._search(start, partial(self._clear_some, suspect))
+        start = selector.prefix.hex()
+        if selector.is_prefix:
+            return self._search(start, self._clear_all)
+        if len(selector.tenants) == 1 and len(selector.prefix) <= NAMESPACE_BYTES:
+            start = start.ljust(2 * NAMESPACE_BYTES, "?") + next(iter(selector.tenants)).hex()
+        return self._search(start, partial(self._clear_some, selector))
 
     def _search(self, start: str, clear: Callable[[list[bytes], float], None]) -> Iterator[None]:
         searched_servers: Sequence[Address] = ()
@@ -307,7 +306,7 @@ class RedisTier(TimedTier):
             for reply in self._asker.ask(batch, until):
                 accepted(reply)
 
-    def _clear_some(self, suspect: Suspect, keys: list[bytes], until: float) -> None:
+    def _clear_some(self, suspect: Selector, keys: list[bytes], until: float) -> None:
         """Delete the objects whose headers are suspect, with their parts.
 
         Of a tenant who leaves, delete all parts: their object may be gone.
@@ -325,7 +324,7 @@ class RedisTier(TimedTier):
                 ):
                     suspects.append(key)
         self._unlink(suspects, until)
-        if suspect.is_all_of_a_tenant:
+        if not suspect.needs_headers:
             self._clear_all([key for key, _ in matching if not key.endswith(b"}")], until)
 
     def _name(self, key: bytes) -> Name | None:

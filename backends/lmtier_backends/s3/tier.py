@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from lmtier.errors import ConfigError, TierError, log, size_text, without_secrets
 from lmtier.format.layout import Name
-from lmtier.format.objects import PAGE, CorruptObject, Suspect, padded, peek
+from lmtier.format.objects import PAGE, CorruptObject, Selector, padded, peek
 from lmtier.tiers.base import Item, Stat
 from lmtier_backends.options import TimedTier, require, require_common_options
 from lmtier_backends.s3.bucket import MOST_DELETED, Bucket, BucketLocation
@@ -118,19 +118,17 @@ class S3Tier(TimedTier):
             self._bucket.page(self._prefix, "", time.monotonic() + self._patience, most=1)
         return self._catalogue.find(names)
 
-    def clear(self, prefix: bytes) -> Iterator[None]:
+    def clear(self, selector: Selector) -> Iterator[None]:
         """Each page of the list is a step, and ends by `deadline`."""
-        return self._search(prefix, list)
-
-    def delete_suspects(self, suspect: Suspect) -> Iterator[None]:
+        if selector.is_prefix:
+            return self._search(selector.prefix, list)
         page = memoryview(bytearray(PAGE))
 
         def covered(names: list[Name]) -> list[Name]:
-            return [
-                name for name in names if suspect.concerns(name.key) and self._is_suspect(suspect, name, page)
-            ]
+            concerned = (name for name in names if selector.concerns(name.key))
+            return [name for name in concerned if self._is_suspect(selector, name, page)]
 
-        return self._search(suspect.prefix, covered, _HEADERS)
+        return self._search(selector.prefix, covered, _HEADERS)
 
     def close(self) -> None:
         self._catalogue.close()  # first, because a lookup may wait for a list
@@ -171,7 +169,7 @@ class S3Tier(TimedTier):
             if not (next_token := page.next_token):
                 return
 
-    def _is_suspect(self, suspect: Suspect, name: Name, page: memoryview) -> bool:
+    def _is_suspect(self, suspect: Selector, name: Name, page: memoryview) -> bool:
         try:
             got = self._bucket.get(self._key(name), (page,), self._call_deadline(), start_only=True)
             return got is not None and suspect.covers(name.key, peek(page[:got], name)[0].provenance)
