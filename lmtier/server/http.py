@@ -35,7 +35,7 @@ MAX_HEAD = 16 << 10
 FOR_ALL = frozenset({"/metrics"})
 """The pages that every user of this host may read where no token is needed: Prometheus has its own user."""
 
-_STATUS = {"LOADING": 503, "TRYAGAIN": 503, "BROKEN": 500, "NOSUCH": 404}
+_STATUS = {"LOADING": 503, "TRYAGAIN": 503, "BROKEN": 500}
 """By the code of an error; others are 400."""
 
 TEXT = "text/plain; charset=utf-8"
@@ -88,7 +88,7 @@ class Reply(NamedTuple):
 
 
 class _Refusal(Exception):
-    """A request that is answered with an error, after which the connection is closed."""
+    """A request that is answered with an error."""
 
     def __init__(
         self, status: int, why: str, headers: tuple[tuple[str, str], ...] = (), at: float = 0.0

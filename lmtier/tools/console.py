@@ -29,6 +29,7 @@ _MAX_HEAD = 64 << 10  # bytes
 _MAX_ANSWER = 64 << 20
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) [^\r\n]*\r\n")
 _LENGTH = re.compile(rb"\r\nContent-Length: *(\d{1,9})\r\n", re.IGNORECASE)
+_NO_HTTP = "is no lmtier server: it answered something unexpected"
 _STRANGE = "sends data that this version of lmtier does not know: use the same version on both sides"
 
 
@@ -208,7 +209,9 @@ class Console:
                 sock.settimeout(timeout)
                 sock.sendall(request)
                 while (answer := self._answer(received)) is None:
-                    sock.settimeout(max(0.001, until - time.monotonic()))
+                    if (seconds_left := until - time.monotonic()) <= 0:
+                        raise TimeoutError
+                    sock.settimeout(seconds_left)
                     data = sock.recv(1 << 16)
                     if not data:
                         raise self._trouble(self._hung_up())
@@ -219,21 +222,23 @@ class Console:
 
     def _answer(self, received: bytearray) -> _Answer | None:
         """The answer, if all of it is here."""
-        line, end, _ = received.partition(b"\n")
-        if received and not line.startswith(b"HTTP/"[: len(line)]):
-            if not line.startswith(b"-"):
-                raise self._trouble("is no lmtier server: it answered something unexpected")
-            if end and b"max number of clients" in line:
+        if received and not received.startswith(b"HTTP/"[: len(received)]):
+            if not received.startswith(b"-"):
+                raise self._trouble(_NO_HTTP)
+            if b"\n" not in received:
+                return None
+            if b"max number of clients" in received:
                 raise self._trouble("answered: max number of clients reached")
-            if end:
-                raise self._trouble("is no lmtier server, or an older one: it only knows Redis commands")
-        head, end, body = received.partition(b"\r\n\r\n")
-        if not end and len(head) <= _MAX_HEAD:
+            raise self._trouble("is no lmtier server, or an older one: it only knows Redis commands")
+        body_at = received.find(b"\r\n\r\n", 0, _MAX_HEAD) + 4
+        if body_at < 4 and len(received) < _MAX_HEAD:
             return None
-        status, length = _STATUS.match(head + b"\r\n"), _LENGTH.search(head + b"\r\n")
-        if not end or status is None or length is None or int(length[1]) > _MAX_ANSWER:
-            raise self._trouble("is no lmtier server: it answered something unexpected")
-        return _Answer(int(status[1]), bytes(body)) if len(body) == int(length[1]) else None
+        head = received[: max(0, body_at - 2)]
+        status, length = _STATUS.match(head), _LENGTH.search(head)
+        if status is None or length is None or int(length[1]) > _MAX_ANSWER:
+            raise self._trouble(_NO_HTTP)
+        is_whole = len(received) - body_at >= int(length[1])
+        return _Answer(int(status[1]), bytes(received[body_at:])) if is_whole else None
 
     def _connected(self) -> socket.socket:
         address = self.address

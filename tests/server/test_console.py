@@ -760,6 +760,25 @@ def test_a_server_that_trickles_is_given_up_too(impostor):
         Console(impostor(drops), timeout=0.1).get("/version")
 
 
+def test_a_server_that_never_ends_is_given_up_though_something_always_comes():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def talk() -> None:
+            client, _ = listener.accept()
+            with client, suppress(ConnectionResetError, BrokenPipeError):
+                client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 60000000\r\n\r\n")
+                while True:
+                    client.sendall(b"x")
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        address = ServerAddress(host="127.0.0.1", port=listener.getsockname()[1])
+        with pytest.raises(Unreachable, match=r"not answer within 0\.2 s"):
+            Console(address, timeout=0.2).get("/version")
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize(
     "answer",
     [

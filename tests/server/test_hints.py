@@ -15,6 +15,7 @@ from lmtier.rules.hints import ACTIONS, MAX_BYTES, envelope
 from lmtier.rules.worth import Cost
 from lmtier.tools.cli import main
 from lmtier.tools.console import Console, ServerAddress
+from lmtier.wire.verbs import MAX_KEYS
 from tests.server.process import Served, until
 from tests.server.test_lifetimes import FORM, ROOM, TOKENS, keys, store
 
@@ -175,6 +176,16 @@ def test_a_body_is_bounded_and_read_whole(server):
     assert post(server, b" " * (MAX_BYTES + 1))[0] == 413
     status, answer = post(server, json.dumps(envelope("big")).encode().ljust(MAX_BYTES))
     assert (status, answer) == (200, [])
+
+
+def test_a_body_has_room_for_the_keys_of_the_longest_prompt(server):
+    names = [f"ab{number:062x}" for number in range(MAX_KEYS + 1)]
+    assert server.asks("/api/pin", {"name": "long", "keys": names[:-1]}) == (200, {"cpu": 0})
+    assert server.call("/api/unpin", {"name": "long"})
+    status, answer = server.asks("/api/pin", {"name": "long", "keys": names})
+    assert (status, answer["error"]) == (400, "65537 keys: at most 65536 in one request")
+    status, answer = server.asks("/api/pin", {"name": "x" * (5 << 20), "keys": []})
+    assert (status, answer["error"]) == (413, "the body has at most 5242880 bytes")
 
 
 def test_a_server_without_a_token_takes_no_hints_over_http(tmp_path):

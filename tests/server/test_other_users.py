@@ -98,6 +98,14 @@ def test_another_user_reads_numbers_without_content_and_no_page(server: Served):
     assert [status for status, _ in own.values()] == [200, 200, 200, 200, 200, 404]
 
 
+def test_another_user_gets_nothing_over_http_from_the_port_of_redis_clients(server: Served):
+    """Also not what the listener for HTTP gives every user: who has closed that one shows it to nobody."""
+    paths = [*PAGES, *OPEN, "/api/pins", "/api/models", "/api/sessions"]
+    found = as_user(USER, get, "{}:{}".format(*server.address), paths)
+    assert {path: status for path, (status, _) in found.items()} == dict.fromkeys(paths, 403)
+    assert all(str(USER) in said for _, said in found.values())
+
+
 def test_the_metrics_that_another_user_may_read_name_no_key_value_or_salt(tmp_path: Path):
     shares = {"batch": {"salt": "a-salt-of-a-tenant", "share": 0.5}}
     with served(tmp_path, http="127.0.0.1:0", config={"shares": shares}) as server:

@@ -106,7 +106,7 @@ def test_redis_py_learns_who_the_server_is(server: Served, client: Any):
     assert client.client_getname() in ("me", b"me")
     assert client.command_count() > 40
     commands = client.command()
-    assert {"get", "set", "lmtier.report"} <= commands.keys()
+    assert {"get", "set", "lmtier.call"} <= commands.keys()
     assert commands["mset"]["step_count"] == 2
 
 
