@@ -44,7 +44,6 @@ from lmtier.wire.verbs import (
     RUN_SHIFT,
     RemoteMatch,
     pack_keys,
-    read_changes,
     read_fields,
     read_match,
     read_reservation,
@@ -485,9 +484,11 @@ class Client:
         if link is None:
             return []
         is_new = position_before is None or position_before[0] != link.run_id
-        position = () if position_before is None or is_new else (position_before[1],)
-        reply = self._server.call("LMTIER.CHANGES", *position, link=link)
-        found = self._server.parse_reply(lambda: read_changes(reply)) if isinstance(reply, list) else None
+        given = {} if position_before is None or is_new else {"position": position_before[1]}
+        reply = self._server.call(*_call("changes", given), link=link)
+        found = (
+            self._server.parse_reply(lambda: _read_changes(json.loads(reply))) if reply is not None else None
+        )
         if found is None:
             return []
         next_position, is_lost, changes = found
@@ -542,6 +543,16 @@ class Client:
         parse = self._server.parse_reply
         if not isinstance(reply, list) or parse(lambda: read_match(match, read_fields(reply))) is None:
             match.lose_server(limit)
+
+
+def _read_changes(found: dict[str, Any]) -> tuple[int, bool, list[Change]]:
+    """The next position, whether changes were lost, the changes."""
+    changes = [
+        Change(str(tier), bool(is_added), bytes.fromhex(key))
+        for tier, is_added, keys in found["runs"]
+        for key in keys
+    ]
+    return int(found["position"]), bool(found["is_lost"]), changes
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> list[Argument]:

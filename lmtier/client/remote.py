@@ -266,12 +266,12 @@ class RemoteServer:
             raise MisuseError("a form without a layout cannot be sent to a server")
         link = self.reach()
         if link is not None and form not in link.forms:
-            reply = self.call("LMTIER.FORM", form.layout.to_json(), *map(str, form.shards), link=link)
+            reply = self.call(*_form(form), link=link)
             if not isinstance(reply, int):
                 return None, 0
             link.forms[form] = reply
             for lora, identity in self._models.get(form, {}).items():
-                self.post("LMTIER.MODEL", reply, identity, lora)
+                self.post(*_form(form), "MODEL", identity, lora)
         return (link, link.forms[form]) if link is not None else (None, 0)
 
     def declare(self, identity: Identity, form: ChunkForm, lora: str) -> None:
@@ -287,7 +287,7 @@ class RemoteServer:
             del models[next(iter(models))]
         link = self.reach()
         if link is not None and form in link.forms:
-            self.post("LMTIER.MODEL", link.forms[form], declared, lora)
+            self.post(*_form(form), "MODEL", declared, lora)
         elif link is not None:
             self.number_of(form)
 
@@ -295,7 +295,7 @@ class RemoteServer:
         compared, differing = self._sent_compared
         if self.compared != compared:
             totals = self._sent_compared = self.compared, self.differing
-            link.post(ignore, "LMTIER.VERIFIED", totals[0] - compared, totals[1] - differing)
+            link.post(ignore, "LMTIER.RELEASE", "VERIFIED", totals[0] - compared, totals[1] - differing)
 
     # ---- outages
 
@@ -325,6 +325,12 @@ class RemoteServer:
         if self.outage:
             self.outage = ""
             log.info("lmtier: the server at %s is back", self.address)
+
+
+def _form(form: ChunkForm) -> tuple[Argument, ...]:
+    """The request for the number of a form."""
+    assert form.layout is not None
+    return "LMTIER.FORM", form.layout.to_json(), *map(str, form.shards)
 
 
 def _reason(error: Exception) -> str:

@@ -60,7 +60,7 @@ RIGHTS: Final[Mapping[str, Right]] = {
         Right(Role.ENGINE),
         "GET MGET GETRANGE STRLEN EXISTS MEMORY TYPE TTL PTTL SCAN KEYS SET SETNX SETEX PSETEX GETSET MSET",
         "GETDEL DEL UNLINK EXPIRE PEXPIRE EXPIREAT PEXPIREAT PERSIST MULTI EXEC DISCARD WATCH UNWATCH",
-        "/api/sessions /api/hints /api/prefetch",
+        "/api/sessions /api/changes /api/hints /api/prefetch",
         "hint:prefetch hint:release hint:session_end hint:session_wait hint:demote",
     ),
     **_rows(Right(Role.ENGINE, is_audited=True), "hint:pin hint:retain hint:ttl"),

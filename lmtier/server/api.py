@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from inspect import Parameter, signature
+from itertools import groupby
 from types import GeneratorType
 from typing import Any, NamedTuple, get_args
 from urllib.parse import parse_qsl
@@ -40,6 +41,8 @@ from lmtier.wire.verbs import MAX_MS
 
 MAX_CLEARINGS = 64
 """The most clears that wait for one shared tier."""
+MAX_CHANGES = 4096
+"""The most changes in one answer."""
 MAX_BODY = 256 << 10
 """Bytes of the arguments, as JSON."""
 MAX_KEYS_BODY = 5 << 20
@@ -106,7 +109,7 @@ class Api:
         self.calls = {
             f"/api/{name}": Call(method, getattr(self, f"_{name}"))
             for method, names in (
-                ("GET", "stats history explain pins models sessions"),
+                ("GET", "stats history explain pins models sessions changes"),
                 ("POST", "hints prefetch pin unpin set clear forget check"),
             )
             for name in names.split()
@@ -192,6 +195,20 @@ class Api:
             rows.append({**self._cache.sessions.now(agent), "kept": self._cache.sessions.kept(agent)})
             yield PAUSE
         return rows
+
+    def _changes(self, asker: Asker, *, position: int | None = None) -> Any:
+        """Which chunks became findable and which are gone, in runs; without a position from now on."""
+        journal = self._explainer.journal
+        since = journal.end if position is None else position
+        changes = journal.since(since, MAX_CHANGES)
+        if changes is None:
+            return {"position": journal.end, "is_lost": True, "runs": []}
+        runs = groupby(changes, key=lambda change: change[:2])
+        return {
+            "position": since + len(changes),
+            "is_lost": False,
+            "runs": [[*what, [change.key.hex() for change in run]] for what, run in runs],
+        }
 
     def _check(self, asker: Asker) -> Any:
         try:

@@ -1,7 +1,7 @@
 """Prefixes that a user names by their tokens, to pin them or to load them before requests ask for them.
 
-A server knows keys, but no tokens. Engines send it how they make keys from tokens (`LMTIER.MODEL`). So a user
-who has a prompt's tokens, its salt and its adapter can make its keys; other users cannot.
+A server knows keys, but no tokens. Engines send it how they make keys from tokens. So a user who has a
+prompt's tokens, its salt and its adapter can make its keys; other users cannot.
 """
 
 from __future__ import annotations

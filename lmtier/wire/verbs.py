@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from lmtier.core.grant import Grant, Match
 from lmtier.core.match import Lookup
-from lmtier.core.placement import Placement, keys_of, read_ranges, read_runs, write_ranges, write_runs
+from lmtier.core.placement import Placement, read_ranges, read_runs, write_ranges, write_runs
 from lmtier.format.keys import state_key
 from lmtier.format.layout import ChunkForm
-from lmtier.observe.journal import Change
 
 PROTOCOL = 1
 MAX_KEYS = 65_536
@@ -116,24 +114,3 @@ def read_reservation(fields: dict[str, Any], keys: Sequence[bytes], form: ChunkF
     if len(placement.keys) < len(chunks):
         raise ValueError(f"there are places for {len(placement.keys)} chunks, but {len(chunks)} were named")
     return Grant(fields["id"], tuple(chunks), placement, None, fields["known"], fields["dropped"])
-
-
-def write_changes(end: int, changes: Iterable[Change]) -> list[Any]:
-    """[next position, whether changes were lost, then for each run of changes: tier, 1 came or 0 left,
-    keys]"""
-    reply: list[Any] = [end, 0]
-    for (tier, is_added), run in groupby(changes, key=lambda change: change[:2]):
-        reply += [tier.encode(), int(is_added), b"".join(change.key for change in run)]
-    return reply
-
-
-def read_changes(reply: list[Any]) -> tuple[int, bool, list[Change]]:
-    """The inverse: the next position, whether changes were lost, the changes."""
-    next_position, is_lost, *runs = reply
-    parts = iter(runs)
-    changes = [
-        Change(tier.decode(), bool(is_added), key)
-        for tier, is_added, keys in zip(parts, parts, parts, strict=True)
-        for key in keys_of(keys)
-    ]
-    return int(next_position), bool(is_lost), changes

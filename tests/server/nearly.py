@@ -46,12 +46,9 @@ VERBS = {
     "SLAB": 1,
     "TELL": 2,
     "TRACE": 1,
-    "MODEL": 1,
     "CALL": 10,
     "DISCARD": 1,
     "FLUSH": 0.2,
-    "VERIFIED": 1,
-    "CHANGES": 1,
 }
 CALLS = {
     "prefetch": 2,
@@ -63,6 +60,7 @@ CALLS = {
     "sessions": 1,
     "clear": 0.05,
     "stats": 1,
+    "changes": 1,
     "explain": 0.5,
     "check": 0.5,
 }
@@ -162,7 +160,7 @@ class Nearly:
             return "LMTIER.RELEASE", [b"%d" % engine.matches.popleft()]
         (verb,) = self.chance.choices(list(VERBS), list(VERBS.values()))
         args = self.right(engine, verb)
-        if self.chance.random() < 0.67:
+        if self.chance.random() < 0.67 and args[:1] != [b"/api/clear"]:  # without its prefix it clears all
             verb, args = self.spoilt(engine, verb, args)
         return f"LMTIER.{verb}", args
 
@@ -198,13 +196,15 @@ class Nearly:
             case "POLL":
                 return [self.number(engine.matches), *chance.choice(((), (b"WAIT",)))]
             case "RELEASE":
-                return [b"%d" % engine.matches.popleft() if engine.matches else b"1"]
+                match_id = b"%d" % engine.matches.popleft() if engine.matches else b"1"
+                return [match_id, *chance.choice(((), (b"VERIFIED", b"3", b"0")))]
             case "SEEN" | "DISCARD":
                 return self.keys(2 if verb == "DISCARD" else 6)
             case "COST":
                 return [b"0.01", b"0.0001", b"0", b"0.00001"]
             case "FORM":
-                return [chance.choice(LAYOUTS), *chance.choice(CUTS)]
+                model = (b"MODEL", b'{"model": "m%d"}' % chance.randrange(99), b"")
+                return [chance.choice(LAYOUTS), *chance.choice(CUTS), *chance.choice(((), model))]
             case "HELLO":
                 return [b"1", b"ENGINE", secret("one").encode()]
             case "TELL":
@@ -213,14 +213,8 @@ class Nearly:
                 return [origin, b"", self.keys(1)[0], tokens]
             case "TRACE":
                 return [self.number(engine.matches), b"00-%032x-%016x-01" % (1, 1)]
-            case "MODEL":
-                return [form, b'{"model": "m%d"}' % chance.randrange(99)]
             case "FLUSH":
                 return [b"20"]
-            case "VERIFIED":
-                return [b"3", b"0"]
-            case "CHANGES":
-                return list(chance.choice(((), (b"0",))))
         return []
 
     def arguments(self, name: str) -> dict[str, Any]:

@@ -539,18 +539,19 @@ def test_a_flush_ends_when_everything_is_written_or_its_time_is_over(make):
 
 
 def test_comparisons_are_counted_where_the_metrics_are(engines):
-    Connection(engines).say("VERIFIED", 5, 1)
+    Connection(engines, "NAME", "x").say("RELEASE", "VERIFIED", 5, 1)
     assert engines.cache.metrics.value("lmtier_verified_total") == 5
     assert engines.cache.metrics.value("lmtier_verify_failures_total") == 1
 
 
 def test_adapters_do_not_push_their_own_model_out(engines):
     engine = Connection(engines, "ENGINE", secret("a"))
-    form, model, other = engine.form(), *(f'{{"model": "{name}", "weights": "w"}}' for name in "mn")
+    form = LAYOUT.to_json(), str(WHOLE)
+    model, other = (f'{{"model": "{name}", "weights": "w"}}' for name in "mn")
     for identity in (other, model):
-        assert engine.say("MODEL", form, identity) == "OK"
+        assert engine.say("FORM", *form, "MODEL", identity, "") == 0
     for number in range(MAX_MODELS + 6):
-        assert engine.say("MODEL", form, model, f"adapter {number}") == "OK"
+        assert engine.say("FORM", *form, "MODEL", model, f"adapter {number}") == 0
     told = [
         (each["identity"]["model"], bytes.fromhex(each["lora"]).decode())
         for each in engine.call("/api/models")
@@ -606,7 +607,11 @@ def test_a_prefix_that_the_engine_had_itself_stays_young(make):
         ("MATCH", (0, 3, 100, b"".join(keys(2))), "MISUSE tokens=3 is less than the 8"),
         ("MATCH", (0, 3, 100, state_key(keys(1)[0], b"{}")), "MISUSE tokens=3 is more than the 0"),
         ("MATCH", (0, 0, 100, b"".join(keys(2) + keys(1))), "MISUSE a key occurs twice"),
-        ("MODEL", (0, b'{"model": "\\ud800"}'), "ERR an identity is JSON"),
+        (
+            "FORM",
+            (LAYOUT.to_json(), str(WHOLE), "MODEL", b'{"model": "\\ud800"}', ""),
+            "ERR an identity is JSON",
+        ),
         (
             "TELL",
             (b'{"identity": {}, "lora": "\\ud800", "salt": ""}', b"", b"", b""),
@@ -677,7 +682,7 @@ def test_a_prefix_that_the_engine_had_itself_stays_young(make):
             "ERR an origin",
         ),
         ("FLUSH", ("soon",), "ERR 'soon' is not a timeout"),
-        ("VERIFIED", (1, -1), "ERR '-1' is not a number of chunks"),
+        ("RELEASE", ("VERIFIED", 1, -1), "ERR '-1' is not a number of chunks"),
         ("DISCARD", (b"short",), "ERR keys have 32 bytes"),
     ],
 )
@@ -786,7 +791,7 @@ ODD += [
 WORD = st.one_of(st.sampled_from(ODD), st.integers(0, 5), st.binary(max_size=40))
 VERBS = [
     *("HELLO", "SLAB", "FORM", "MATCH", "PREFETCH", "POLL", "RELEASE", "SEEN", "RESERVE"),
-    *("COMMIT", "ABORT", "DISCARD", "CALL", "FLUSH", "VERIFIED"),
+    *("COMMIT", "ABORT", "DISCARD", "CALL", "FLUSH"),
 ]
 
 
@@ -809,7 +814,8 @@ def test_nothing_an_engine_says_raises_or_leaks(said):
             count = len(words) + 1
             if count != arity and not arity < 0 <= count + arity:
                 continue
-            if verb in ("COMMIT", "ABORT", "POLL", "PREFETCH", "RELEASE") and isinstance(words[0], int):
+            is_about_one = verb in ("COMMIT", "ABORT", "POLL", "PREFETCH", "RELEASE") and words
+            if is_about_one and isinstance(words[0], int):
                 words = [latest, *words[1:]]
             reply = connections[who].say(verb, *words)
             if isinstance(reply, dict) and reply.get("id"):

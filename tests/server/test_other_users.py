@@ -30,8 +30,13 @@ KEY = "ab" * 32
 COMMANDS = [
     *("GET name", "SET name other", "MGET name", "KEYS *", "SCAN 0", "DBSIZE", "FLUSHALL", "MULTI", "PING"),
     *("INFO", "CONFIG GET *", "CLIENT LIST", "CLIENT KILL ID 1", "COMMAND COUNT", "HELLO 3", "AUTH guess"),
-    *("HELLO 2 AUTH default guess", "LMTIER.HELLO 1", "LMTIER.CHANGES 0", f"LMTIER.READ {KEY}.L0-1H0-1"),
-    *("LMTIER.CALL /api/stats", "LMTIER.CALL /api/clear", "LMTIER.CALL /api/hints {}", "NOTHING"),
+    *(
+        "HELLO 2 AUTH default guess",
+        "LMTIER.HELLO 1",
+        "LMTIER.CALL /api/changes",
+        f"LMTIER.READ {KEY}.L0-1H0-1",
+    ),
+    *("LMTIER.CALL /api/stats", "LMTIER.CALL /api/clear", "LMTIER.CALL /api/changes", "NOTHING"),
 ]
 PAGES = dict.fromkeys(("/", "/api/stats", "/api/history", "/api/explain", "/version", "/nothing"), 403)
 OPEN = dict.fromkeys(("/metrics", "/healthz", "/health", "/readyz"), 200)

@@ -196,7 +196,15 @@ class Locked(Served):
 
 
 VERBS = ("GET k", "SET k v", "DEL k", "KEYS *", "INFO", "CONFIG GET *", "CLIENT LIST", "FLUSHALL", "DBSIZE")
-OURS = ("HELLO 1", "CALL /api/stats", "CALL /api/clear", "CALL /api/check", "CHANGES", "FLUSH 1", "HAS x")
+OURS = (
+    "HELLO 1",
+    "CALL /api/stats",
+    "CALL /api/clear",
+    "CALL /api/check",
+    "CALL /api/changes",
+    "FLUSH 1",
+    "HAS x",
+)
 
 
 def test_without_the_token_nothing_is_told_and_nothing_done(locked: Served):

@@ -57,9 +57,9 @@ class EngineVerbs:
         self._models = Models()
         report = report or Report(cache, list, time.monotonic())
         self.api = Api(cache, self.explain, self._models, report, alone)
-        self._sessions = EngineSessions(cache, tracing)
+        self._sessions = EngineSessions(cache, tracing, self._models)
         self._transfers = TransferVerbs(cache, self._sessions, tracing, log)
-        self._services = ServiceVerbs(cache, self.explain, self._models, self.api)
+        self._services = ServiceVerbs(cache, self.explain, self.api)
         cache.followers.add(Breakdown(cache.metrics, cache.chunk_tokens, tenants, self._models.name_of))
         self._sourcing = PeerReadVerbs(cache)
         self.on_disconnect = self._sessions.on_disconnect

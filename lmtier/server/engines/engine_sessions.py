@@ -26,9 +26,18 @@ from lmtier.errors import size_text
 from lmtier.format.keys import KEY_BYTES
 from lmtier.format.layout import ChunkForm, Layout, Shard, form_of
 from lmtier.rules.worth import Cost
-from lmtier.server.arguments import read_name, read_number, read_secret, read_shard, read_text
+from lmtier.server.arguments import (
+    MAX_IDENTITY,
+    read_identity,
+    read_name,
+    read_number,
+    read_secret,
+    read_shard,
+    read_text,
+)
 from lmtier.server.commands import OK, Argument, Caller, Refused, WithDescriptors
 from lmtier.server.ledger import KEY_OVERHEAD, MAX_SESSION_BYTES, OBJECT_OVERHEAD
+from lmtier.server.models import Models
 from lmtier.server.tracing import MAX_HEADER, Tracing
 from lmtier.wire.verbs import AND_STATE, PROTOCOL, RUN_SHIFT
 
@@ -90,9 +99,10 @@ class EngineSession:
 class EngineSessions:
     """All sessions, and how their matches and reservations end."""
 
-    def __init__(self, cache: Cache, tracing: Tracing | None) -> None:
+    def __init__(self, cache: Cache, tracing: Tracing | None, models: Models) -> None:
         self._cache = cache
         self._tracing = tracing
+        self._models = models
         self._run = secrets.randbits(63 - RUN_SHIFT)
         self.ids = count((self._run << RUN_SHIFT) + 1)
         """The ids of matches and reservations."""
@@ -165,17 +175,22 @@ class EngineSessions:
         return WithDescriptors([self._cache.slab.capacity, len(fds) - 1], fds)
 
     def form(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session = engine_session_of(caller)
-        if len(arguments) - 2 > MAX_SHARDS:
+        """Give a form its number in the session. With MODEL: users can name its prompts by their tokens."""
+        session, model = engine_session_of(caller), None
+        layout, *shards = arguments[1:]
+        if len(shards) > 3 and bytes(shards[-3]).upper() == b"MODEL":
+            model = read_identity(shards[-2]), read_text(shards[-1][:MAX_IDENTITY])
+            del shards[-3:]
+        if len(shards) > MAX_SHARDS:
             raise Refused(f"ERR a form has at most {MAX_SHARDS} shards")
-        layout = Layout.from_json(bytes(arguments[1]))
-        form = form_of(layout, (read_shard(read_text(each)) for each in arguments[2:]))
-        if form in session.forms:
-            return session.forms.index(form)
-        if len(session.forms) == MAX_FORMS:
-            raise Refused(f"ERR a session has at most {MAX_FORMS} forms")
-        session.forms.append(form)
-        return len(session.forms) - 1
+        form = form_of(Layout.from_json(bytes(layout)), (read_shard(read_text(each)) for each in shards))
+        if form not in session.forms:
+            if len(session.forms) == MAX_FORMS:
+                raise Refused(f"ERR a session has at most {MAX_FORMS} forms")
+            session.forms.append(form)
+        if model is not None:
+            self._models.add(*model, form)
+        return session.forms.index(form)
 
     def cost(self, caller: Caller, arguments: list[Argument]) -> Any:
         """Set this engine's cost of computing, for matches from now on: fixed, token, position, copy."""

@@ -1,4 +1,4 @@
-"""Verbs that neither load nor save: they tell of models and prompts, follow changes, flush, and call."""
+"""Verbs that neither load nor save: they tell of prompts, flush, and call what operators call too."""
 
 from __future__ import annotations
 
@@ -9,36 +9,20 @@ from lmtier.core.cache import Cache
 from lmtier.observe.prompts import Origin
 from lmtier.server.api import Api, Asker
 from lmtier.server.arguments import (
-    MAX_IDENTITY,
-    read_identity,
     read_keys,
-    read_number,
     read_seconds,
     read_text,
 )
 from lmtier.server.commands import OK, Argument, Caller, PendingAnswer, Refused
 from lmtier.server.engines.engine_sessions import EngineSession, engine_session_of
 from lmtier.server.explain import Explain
-from lmtier.server.models import Models
-from lmtier.wire.verbs import write_changes
-
-MAX_CHANGES = 4096
-"""The most changes in one reply."""
 
 
 class ServiceVerbs:
-    def __init__(self, cache: Cache, explain: Explain, models: Models, api: Api) -> None:
+    def __init__(self, cache: Cache, explain: Explain, api: Api) -> None:
         self._cache = cache
         self._explain = explain
-        self._models = models
         self._api = api
-
-    def model(self, caller: Caller, arguments: list[Argument]) -> Any:
-        """Store how an engine makes its keys, and its form, so that users can name prompts by tokens."""
-        form = engine_session_of(caller).form(arguments[1])
-        identity = read_identity(arguments[2])
-        self._models.add(identity, read_text(b"".join(arguments[3:])[:MAX_IDENTITY]), form)
-        return OK
 
     def tell(self, caller: Caller, arguments: list[Argument]) -> Any:
         engine_session_of(caller)
@@ -46,14 +30,6 @@ class ServiceVerbs:
         tokens = b"".join(map(bytes, arguments[4:]))
         self._explain.prompts.add(read_keys(arguments[3:4]), tokens, origin, *parent)
         return OK
-
-    def changes(self, caller: Caller, arguments: list[Argument]) -> Any:
-        journal = self._explain.journal
-        position = read_number(arguments[1], "a position") if len(arguments) > 1 else journal.end
-        changes = journal.since(position, MAX_CHANGES)
-        if changes is None:
-            return [journal.end, 1]
-        return write_changes(position + len(changes), changes)
 
     def call(self, caller: Caller, arguments: list[Argument]) -> PendingAnswer:
         """A call of the JSON API, in order with the other requests of this connection."""

@@ -149,14 +149,14 @@ class TransferVerbs:
     # ---- release
 
     def release(self, caller: Caller, arguments: list[Argument]) -> Any:
-        session = engine_session_of(caller)
-        for number in [read_number(each, "a match") for each in arguments[1:]]:
+        session, words, verified = engine_session_of(caller), arguments[1:], [0, 0]
+        if len(words) > 2 and bytes(words[-3]).upper() == b"VERIFIED":
+            verified = [read_number(each, "a number of chunks", 1 << 32) for each in words[-2:]]
+            del words[-3:]
+        for number in [read_number(each, "a match") for each in words]:
             self._sessions.release(session, number)
-        return OK
-
-    def verified(self, caller: Caller, arguments: list[Argument]) -> Any:
-        compared, failed = (read_number(each, "a number of chunks", 1 << 32) for each in arguments[1:])
-        self._cache.compared(compared, failed)
+        if any(verified):
+            self._cache.compared(*verified)
         return OK
 
     def discard(self, caller: Caller, arguments: list[Argument]) -> Any:
