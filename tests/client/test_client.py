@@ -950,7 +950,7 @@ def test_an_argument_that_cannot_be_sent_costs_only_its_call(serve):
     with Client(serve().path) as client:
         store(client, keys(2))
         wrong: Any = object()
-        for bad in (lambda: client.pin("\ud800", keys(1)), lambda: client.match(keys(2), ONE, tokens=wrong)):
+        for bad in (lambda: client.pin(wrong, keys(1)), lambda: client.match(keys(2), ONE, tokens=wrong)):
             with pytest.raises((TypeError, MisuseError)):
                 bad()
             assert client.stats()
