@@ -82,6 +82,8 @@ class Call:
             raise Refused(f"ERR {path} takes {names}: {error}") from None
         for name in self.arguments.keys() & given.keys():
             annotation, value = self.arguments[name].annotation, given[name]
+            if value is None:  # otherwise a script with an unset variable would clear everything
+                raise Refused(f"ERR {name} is null: leave it out instead")
             kinds, kind = get_args(annotation) or (annotation,), type(value)
             if not (kind in kinds or (kind is int and float in kinds)):
                 raise Refused(f"ERR {name} is {_NAMES[kinds[0]]}, not {excerpt(value)}")

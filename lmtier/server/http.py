@@ -193,6 +193,11 @@ class Http:
             raise _Refusal(403, "a page of another site sends this")
         if "content-length" not in headers:
             raise _Refusal(411, "send the length of the body, as Content-Length")
+        # Otherwise a clear whose arguments are lost, or are in the wrong place, would clear everything.
+        if request.query:
+            raise _Refusal(400, f"the arguments of {request.path} are its body, not a query")
+        if not request.length:
+            raise _Refusal(400, f"{request.path} takes a JSON body: {{}} if there are no arguments")
         if request.length > call.max_body:
             raise _Refusal(413, f"the body has at most {call.max_body} bytes")
 

@@ -232,6 +232,26 @@ def test_a_web_page_in_an_operators_browser_changes_nothing(tmp_path, way):
         assert server.ask("DBSIZE") == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/clear", b""),
+        ("/api/clear?model=llama", b"{}"),
+        *[("/api/clear", b'{"%s": null}' % name) for name in (b"model", b"prefix", b"stored_by", b"since")],
+        ("/api/clear", b'{"model": "llama", "model": null}'),
+    ],
+)
+def test_a_clear_whose_arguments_are_lost_clears_nothing(server, path, body):
+    server.call("/api/clear", {})
+    with of(server, Role.ADMIN) as wire:
+        wire.expect("OK", "SET", "name", "value")
+        status, said = page(server, path, Role.ADMIN, body)
+        assert status == 400, said
+        wire.expect(1, "DBSIZE")
+        if body:
+            assert isinstance(wire.ask("LMTIER.CALL", path, body), Error)
+
+
 @pytest.mark.parametrize("way", ["LMTIER.CALL", "/api/hints"])
 @pytest.mark.parametrize("role", [Role.ENGINE, Role.ADMIN])
 def test_each_hint_is_for_the_roles_that_the_table_names_and_in_the_audit(server, role, way):
