@@ -144,6 +144,8 @@ class Http:
         needed, is_for_web = RIGHTS.get(request.path, Right(Role.LOOK)), caller.kind == "http"
         if not needed.role and is_for_web:  # Kubernetes has no token for its probes
             return role
+        if authorization and not role and tokens:  # first: no other answer may tell a right token from it
+            raise _Refusal(401, "this token is wrong", _CHALLENGE, self._wrong(caller.address))
         least = max(needed.role, Role.LOOK)
         caller.role = role or caller.role  # who has shown a token is no stranger
         if role >= least:
@@ -165,8 +167,6 @@ class Http:
             raise _Refusal(403, caller.foreign_reason.partition(" ")[2])
         if not tokens:  # any page in a browser can send a body; it cannot know a token
             raise _Refusal(403, "this needs a token here: start the server with --token-file")
-        if authorization:
-            raise _Refusal(401, "this token is wrong", _CHALLENGE, self._wrong(caller.address))
         why = "send the token as Authorization: Bearer, or as the password"
         raise _Refusal(401, why, _CHALLENGE)
 

@@ -16,7 +16,7 @@ from lmtier.observe.metrics import Metrics
 from lmtier.server.access import NAMES, Role, RoleTokens, WrongTokens, own_token
 from lmtier.tools.cli import main
 from lmtier.wire.resp import Error
-from tests.server.process import Wire, served, until
+from tests.server.process import Wire, served, speak, until
 
 WORDS = {Role.LOOK: "only-look", Role.ENGINE: "the-engines", Role.ADMIN: "administration"}
 CALLS: dict[Role, list[tuple[str, Any]]] = {
@@ -171,6 +171,20 @@ def test_each_wrong_token_waits_longer_and_the_right_one_never():
         wrong.register("redis", f"10.1.{host // 256}.{host % 256}:1")
     assert len(wrong._next) <= 1024
     assert metrics.value("lmtier_wrong_tokens_total", kind="redis") == 5032
+
+
+@pytest.mark.parametrize("way", ["redis", "http"])
+@pytest.mark.parametrize("path", ["/api/explain?tokens=true", "/api/stats"])
+def test_no_call_tells_a_right_token_from_a_wrong_one_without_a_count(tmp_path, files, way, path):
+    """Also where engines need no token, and a client without one would get an answer."""
+    serving = {"admin_token_file": files["admin_token_file"], "http": "127.0.0.1:0"}
+    with served(tmp_path, **serving) as server:
+        server._token = WORDS[Role.ADMIN]  # for the check at the end
+        host, _, port = server.where[way].rpartition(":")
+        with Wire((host, int(port))) as wire:
+            assert speak(wire.socket, path, token="guess")[0] == 401
+        counts = urllib.request.urlopen(f"http://{server.where['http']}/metrics", timeout=20).read()
+        assert b'lmtier_wrong_tokens_total{kind="http"} 1.0' in counts
 
 
 def test_a_guesser_is_slow_counted_and_logged_while_others_are_served(tmp_path):
