@@ -408,6 +408,7 @@ class HttpConnection(Channel):
         self._conversation = conversation
         self._last = False  # nothing more will be answered
         self._late: Reply | None = None
+        self._is_cut = False  # its turn ended with requests left
 
     @classmethod
     def of(cls, connection: Connection, conversation: Conversation) -> HttpConnection:
@@ -420,7 +421,7 @@ class HttpConnection(Channel):
 
     @property
     def needs_turn(self) -> bool:
-        return self._conversation.needs_turn
+        return self._is_cut or self._conversation.needs_turn
 
     @property
     def wants_input(self) -> bool:
@@ -428,8 +429,8 @@ class HttpConnection(Channel):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its next answer has to be late, or waits for a tier."""
-        return self._late is not None or self._conversation.is_answering
+        """Whether its next answer has to be late, or waits for a tier or for its turn."""
+        return self._late is not None or self._is_cut or self._conversation.is_answering
 
     @property
     def is_idle(self) -> bool:
@@ -466,6 +467,7 @@ class HttpConnection(Channel):
 
     def run_and_send(self) -> None:
         self.flush()
+        turn_ends, self._is_cut = time.monotonic() + _TURN, False
         while self.is_open and not self.unsent_bytes:
             reply, self._late = self._late or self._conversation.next(), None
             if reply is None:
@@ -479,6 +481,9 @@ class HttpConnection(Channel):
             self.flush()
             if not reply.keep:
                 self._last = True
+            elif time.monotonic() > turn_ends:  # a client may send hundreds of requests at once
+                self._is_cut = True
+                break
         if self._last and not self.unsent_bytes and self.is_open:
             # Read on to the end: unread input would reset the connection, and the answer would be lost.
             with suppress(OSError):

@@ -28,9 +28,10 @@ from lmtier.rules.hints import envelope
 from lmtier.server.access import Role
 from lmtier.server.api import Asker
 from lmtier.server.commands import ALREADY_SENT, PAUSE, Caller, Refused
-from lmtier.server.connection import Connection
+from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.dispatch import Dispatch
 from lmtier.server.engines import EngineVerbs
+from lmtier.server.http import Http, Response
 from lmtier.server.redis.strings import ValueCommands
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import ANY, Values
@@ -389,6 +390,28 @@ def test_a_browser_that_asks_now_and_then_keeps_its_connection(tmp_path: Path):
                 assert web.recv(MIB).startswith(b"HTTP/1.1 200")
                 threading.Event().wait(1.0)
         assert "stopped in the middle" not in server.log.read_text()
+
+
+def test_of_many_requests_that_a_browser_sends_at_once_a_turn_answers_some():
+    def page() -> Response:
+        until_turn_ends = time.monotonic() + 0.002
+        while time.monotonic() < until_turn_ends:
+            pass
+        return Response(200, "text/plain", b"slow")
+
+    here, there = socket.socketpair()
+    with here, there:
+        caller = Caller(1, "here", kind="http")
+        connection = HttpConnection(there, Http({"/": page}).conversation(caller), caller)
+        here.sendall(20 * b"GET / HTTP/1.1\r\n\r\n")
+        for answered in range(1, 21):
+            connection.read_and_run()
+            assert here.recv(MIB).count(b"200 OK") == 1
+            assert caller.command_count == answered
+            assert connection.needs_turn
+        connection.read_and_run()
+        assert connection.is_idle
+        assert connection.wants_input
 
 
 def test_it_lingers_for_engines_and_not_for_pages_and_other_clients(tmp_path: Path):
