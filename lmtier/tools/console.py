@@ -147,15 +147,14 @@ class Console:
             self._sends_token = True
             answer = self._exchange(request, timeout)
         try:
-            value = json.loads(answer.body)
+            value = _harmless(json.loads(answer.body))
         except (ValueError, RecursionError):
             value = None
         if answer.status == 200 and isinstance(value, kind):
-            return _harmless(value)
+            return value
         why = value.get("error") if isinstance(value, dict) else None
         if not isinstance(why, str) or answer.status == 404:
             raise self._trouble("is no lmtier server of this version: it gave an unexpected answer")
-        why = printable(why)
         if answer.status == 401 and self._sends_token:
             raise self._trouble(f"refuses this token: {why}")
         if answer.status == 401:
@@ -188,7 +187,10 @@ class Console:
 
     def history(self) -> list[dict[str, Any]]:
         """Its counters over the last minutes, the oldest first."""
-        return list(self.get("/api/history").get("rows", ()))
+        rows = self.get("/api/history").get("rows")
+        if isinstance(rows, list) and all(isinstance(each, dict) for each in rows):
+            return rows
+        raise self._trouble(_STRANGE)
 
     def explanations(self, most: int, *, tokens: bool = False) -> list[Explanation]:
         """Why its last lookups missed, the latest first."""
@@ -225,7 +227,7 @@ class Console:
         if received and not received.startswith(b"HTTP/"[: len(received)]):
             if not received.startswith(b"-"):
                 raise self._trouble(_NO_HTTP)
-            if b"\n" not in received:
+            if b"\n" not in received and len(received) < _MAX_HEAD:
                 return None
             if b"max number of clients" in received:
                 raise self._trouble("answered: max number of clients reached")

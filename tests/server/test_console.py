@@ -804,11 +804,23 @@ def test_a_server_that_hangs_up_is_named(impostor):
 
 @pytest.mark.parametrize(
     "report",
-    [b"no json", b"[]", b"{}", b'{"version": "9", "tiers": [], "tokens": {}}', b"null", b"7", b"[" * 100_000],
+    [b"no json", b"[]", b"{}", b'{"version": "9", "tiers": [], "tokens": {}}', b"null", b"7", b"[" * 100_000]
+    + [b'{"version": %s}' % (depth * b"[" + depth * b"]") for depth in (400, 600, 900)],
 )
 def test_a_report_that_is_none_is_not_believed(impostor, report):
     with pytest.raises(Unreachable):
         Console(impostor(answered(report))).snapshot()
+
+
+@pytest.mark.parametrize("rows", [None, 5, "rows", {"a": 1}, [5]])
+def test_a_history_that_is_none_is_not_believed(impostor, rows):
+    with pytest.raises(Unreachable, match="does not know"):
+        Console(impostor(answered({"rows": rows}))).history()
+
+
+def test_an_error_of_redis_without_an_end_is_not_read(impostor):
+    with pytest.raises(Unreachable, match="only knows Redis commands"):
+        Console(impostor(b"-" + b"a" * (1 << 20))).get("/version")
 
 
 def test_what_a_server_says_does_not_steer_the_terminal(impostor, now):
