@@ -468,6 +468,8 @@ class Client:
         """As Cache.clear, but not for tenants: `lmtier forget` is for them."""
         if selector.tenants:
             raise MisuseError("a client clears no tenants: use lmtier forget")
+        if not selector.by or selector.until != EVERYTHING.until:  # a server would clear more than is meant
+            raise MisuseError("a client clears what engines with a name stored, until now")
         options = {
             "prefix": selector.prefix.hex(),
             "stored_by": "" if selector.by == "*" else selector.by,

@@ -279,6 +279,10 @@ def test_a_client_clears_what_one_engine_has_stored(serve):
         assert (look(good, keys(3)), look(good, keys(2, "b"))) == (["cpu"] * 3, [])
         with pytest.raises(MisuseError, match="lmtier forget"):
             good.clear(Selector(tenants=frozenset({b"abcd"})))
+        for more_than_meant in (Selector(by=""), Selector(until=1), Selector(by="good", until=1)):
+            with pytest.raises(MisuseError, match="until now"):
+                good.clear(more_than_meant)
+        assert look(good, keys(3)) == ["cpu"] * 3
 
 
 def test_chunks_are_deleted_by_their_keys_also_where_only_a_tier_that_must_be_asked_has_them(serve, tmp_path):
