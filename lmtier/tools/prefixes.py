@@ -168,7 +168,10 @@ def _check(keys: Sequence[bytes], what: str) -> None:
 
 
 def pinned(remote: Console) -> list[Pinned]:
-    return [Pinned(**each) for each in remote.get("/api/pins", list)]
+    try:
+        return [Pinned(**each) for each in remote.get("/api/pins", list)]
+    except TypeError:
+        raise ConfigError(f"{remote.address} sent an invalid list of pins") from None
 
 
 # ---- as text

@@ -812,6 +812,13 @@ def test_a_report_that_is_none_is_not_believed(impostor, report):
         Console(impostor(answered(report))).snapshot()
 
 
+@pytest.mark.parametrize("command", ["pins", "sessions"])
+@pytest.mark.parametrize("said", [[5], [None], [[1]], [{}], [{"name": 1, "session": 1, "parent": 0}]])
+def test_a_list_of_something_else_is_said_in_a_sentence(impostor, capsys, command, said):
+    assert main([command, "--server", str(impostor(answered(said)))]) == 2
+    assert capsys.readouterr().err.endswith(f"sent an invalid list of {command}\n")
+
+
 @pytest.mark.parametrize("rows", [None, 5, "rows", {"a": 1}, [5]])
 def test_a_history_that_is_none_is_not_believed(impostor, rows):
     with pytest.raises(Unreachable, match="does not know"):

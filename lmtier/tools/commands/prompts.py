@@ -159,7 +159,11 @@ def _sessions(args: Namespace) -> Exit:
     if args.end:
         return _end_session(remote, args.end, args.salt)
     found = remote.get("/api/sessions", list, most=args.most)
-    say(json.dumps(found, indent=2) if args.json else views.sessions_table(found))
+    try:
+        text = json.dumps(found, indent=2) if args.json else views.sessions_table(found)
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise ConfigError(f"{remote.address} sent an invalid list of sessions") from None
+    say(text)
     return Exit.DONE
 
 
