@@ -354,7 +354,12 @@ def _of_hex(name: str, digits: str) -> bytes:
 def _keys(digits: list[Any]) -> list[bytes]:
     if not all(isinstance(each, str) and len(each) == 2 * KEY_BYTES for each in digits):
         raise Refused(f"ERR a key has {2 * KEY_BYTES} hexadecimal digits")
-    return read_keys([_of_hex("a key", "".join(digits))])
+    keys = _of_hex("a key", "".join(digits))
+    if len(keys) != KEY_BYTES * len(
+        digits
+    ):  # Python reads over spaces, and all keys after one would be others
+        raise Refused(f"ERR a key has {2 * KEY_BYTES} hexadecimal digits")
+    return read_keys([keys])
 
 
 def _audit_words(arguments: Mapping[str, Any]) -> Iterator[bytes]:

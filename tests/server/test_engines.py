@@ -669,6 +669,7 @@ def test_a_prefix_that_the_engine_had_itself_stays_young(make):
                 ("/api/pin", '{"name": "x"}', "ERR /api/pin takes name, keys, seconds: missing a required "),
                 ("/api/pin", '{"name": "x", "keys": ["ab"]}', "ERR a key has 64 hexadecimal digits"),
                 ("/api/pin", '{"name": "x", "keys": [7]}', "ERR a key has 64 hexadecimal digits"),
+                ("/api/pin", json.dumps({"name": "x", "keys": 32 * ["ab " * 21 + " "]}), "ERR a key has 64 "),
                 ("/api/pin", '{"name": "x", "keys": {}}', "ERR keys is a list, not {}"),
                 ("/api/pin", '{"name": "\\n", "keys": []}', "ERR a name has 1 to "),
                 ("/api/pin", '{"name": "x", "keys": [], "seconds": 0}', "MISUSE ttl=0"),
