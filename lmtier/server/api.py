@@ -122,7 +122,7 @@ class Api:
         if len(body) > self.calls[path].max_body:
             raise Refused(f"ERR the arguments of {path} have at most {self.calls[path].max_body} bytes")
         try:
-            arguments = json.loads(body) if body else {}
+            arguments = json.loads(body)
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):

@@ -38,7 +38,8 @@ class ServiceVerbs:
         if path not in self._api.calls:
             raise Refused(f"ERR there is no such call; there are {', '.join(self._api.calls)}")
         may_ever = caller.role >= RIGHTS[path].role  # what is refused anyway is not worth the time to read it
-        given = self._api.parse(path, b"".join(arguments[2:])) if may_ever else {}
+        pieces = arguments[2:]
+        given = self._api.parse(path, b"".join(pieces)) if pieces and may_ever else {}
         return self._api.run(path, given, Asker(str(caller), caller.role))
 
     def flush(self, caller: Caller, arguments: list[Argument]) -> Any:
