@@ -33,6 +33,11 @@ from lmtier.server.report import Report
 MAX_HEAD = 16 << 10
 """Bytes of a request line and its headers."""
 FOR_ALL = frozenset({"/metrics"})
+OWN_HEADER = "x-lmtier"
+"""A request without a token has it if it is meant for lmtier.
+
+Software that an attacker makes send a request here, by a URL and a body, does not have it.
+"""
 """The pages that every user of this host may read where no token is needed: Prometheus has its own user."""
 
 _STATUS = {"LOADING": 503, "TRYAGAIN": 503, "BROKEN": 500}
@@ -154,10 +159,13 @@ class Http:
             if needed.is_audited:
                 write_audit(_asker(caller, role).name, [request.path.encode()], refused=True)
             raise _Refusal(403, why_not(least))
+        is_meant = is_for_web or caller.is_local or OWN_HEADER in request.headers
         free = tokens.role_without_token(caller.foreign_reason, is_local=caller.is_local)
         if is_for_web:
             is_for_all = request.path in FOR_ALL and bool(tokens.role_without_token())
             free = Role.LOOK if is_for_all else min(free, Role.LOOK)
+        elif not is_meant:
+            free = min(free, Role.LOOK)
         if free >= least:
             if not self._is_own(request.headers.get("host", "")):
                 why = "this host has no such name: a web page may have sent your browser here; use its"
@@ -165,6 +173,8 @@ class Http:
             return free
         if caller.foreign_reason:
             raise _Refusal(403, caller.foreign_reason.partition(" ")[2])
+        if not tokens and not is_meant:
+            raise _Refusal(403, "without a token, this needs the header X-Lmtier: 1")
         if not tokens:  # any page in a browser can send a body; it cannot know a token
             raise _Refusal(403, "this needs a token here: start the server with --token-file")
         why = "send the token as Authorization: Bearer, or as the password"

@@ -129,15 +129,16 @@ class Console:
     def get(self, path: str, kind: type = dict, **query: object) -> Any:
         """The answer to a call that changes nothing."""
         target = f"{path}?{urlencode(query)}" if query else path
-        return self._value(f"GET {target} HTTP/1.0\r\n\r\n".encode(), kind, self._timeout)
+        return self._value(f"GET {target} HTTP/1.0\r\nX-Lmtier: 1\r\n\r\n".encode(), kind, self._timeout)
 
     def post(
         self, path: str, arguments: Mapping[str, Any], kind: type = dict, timeout: float | None = None
     ) -> Any:
         """The answer to another call."""
         body = json.dumps(arguments).encode()
-        head = f"POST {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        return self._value(b"%s\r\n\r\n%s" % (head.encode(), body), kind, timeout or self._timeout)
+        fields = f"X-Lmtier: 1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        request = f"POST {path} HTTP/1.0\r\n{fields}\r\n\r\n".encode() + body
+        return self._value(request, kind, timeout or self._timeout)
 
     def _value(self, request: bytes, kind: type, timeout: float) -> Any:
         """The value of an answer. An error is raised, with a message that says what to do."""

@@ -31,7 +31,7 @@ def speak(sock: socket.socket, path: str, arguments: Any = None, token: str = ""
     """The status and the answer to a call over HTTP, with these arguments in a body if there are any."""
     connection = http.client.HTTPConnection("localhost")
     connection.sock = sock
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"X-Lmtier": "1", **({"Authorization": f"Bearer {token}"} if token else {})}
     if arguments is None:
         connection.request("GET", path, headers=headers)
     else:

@@ -216,6 +216,7 @@ def test_a_web_page_in_an_operators_browser_changes_nothing(tmp_path, way):
         server.ask("SET", "name", "value")
 
         def status(**headers: str) -> int:
+            headers = {"X-Lmtier": "1", **headers}
             return page(server, "/api/clear", Role.NONE, body, address, **headers)[0]
 
         assert status(**{"Content-Type": "text/plain"}) == 415, "the types that a page may send unasked"
@@ -224,11 +225,24 @@ def test_a_web_page_in_an_operators_browser_changes_nothing(tmp_path, way):
         assert status(Origin="null") == 403
         assert status(Host="attacker.example:6380", Origin="http://attacker.example:6380") == 421
         assert page(server, "/api/stats", Role.NONE, None, address, Host="attacker.example")[0] == 421
-        assert page(server, "/api/clear", Role.NONE, None, address)[0] == 405
+        assert page(server, "/api/clear", Role.NONE, None, address, **{"X-Lmtier": "1"})[0] == 405
         assert server.ask("DBSIZE") == 1
         assert page(server, "/api/clear", Role.NONE, body, ways(server)["http"])[0] == 403
         assert server.ask("DBSIZE") == 1
         assert status() == 200
+        assert server.ask("DBSIZE") == 0
+
+
+def test_software_that_others_make_send_requests_changes_and_reads_nothing(tmp_path):
+    """It is the same user's, and chooses the URL and the JSON, but no header."""
+    with served(tmp_path) as server:
+        server.ask("SET", "name", "value")
+        calls = (("/api/sessions", None), ("/api/explain?tokens=true", None), ("/api/clear", b"{}"))
+        for path, body in calls:
+            assert page(server, path, Role.NONE, body, server.address)[0] in (401, 403)
+        assert server.ask("DBSIZE") == 1
+        for path, body in calls:
+            assert page(server, path, Role.NONE, body, server.address, **{"X-Lmtier": "1"})[0] == 200
         assert server.ask("DBSIZE") == 0
 
 
