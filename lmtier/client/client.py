@@ -140,11 +140,6 @@ class Client:
         """The number of calls that found nothing because no server answered."""
         return self._server.unserved
 
-    @property
-    def knows_states(self) -> bool:
-        """Whether the server finds prefixes that end with a state."""
-        return "STATE" in self._server.link.options
-
     # ---- load
 
     def match(
@@ -159,7 +154,7 @@ class Client:
         parent: str = "",
         source: str = "",
     ) -> RemoteMatch:
-        """As Cache.match; empty if no server answers, and with `state_form` also if it knows no states."""
+        """As Cache.match; empty if no server answers."""
         names = tuple(keys)
         key_tokens = len(names) * self.chunk_tokens
         asked = key_tokens if tokens is None else tokens
@@ -170,11 +165,11 @@ class Client:
         link, number = self._server.number_of(form)
         forms: Argument = number
         if link is not None and state_form is not None:
-            link, state_number = self._server.number_of(state_form) if self.knows_states else (None, 0)
+            link, state_number = self._server.number_of(state_form)
             forms = f"{number}{AND_STATE}{state_number}"
         if link is not None:
             milliseconds = int(1000 * min(max(0.0, seconds), MAX_MS / 1000))
-            words = _words(link.options, session, parent, source)
+            words = _words(session, parent, source)
             # A server that traces is always asked: without its answer the lookup is missing in the trace.
             # So is another server that a source names.
             presence = None if link.traces or source else link.presence_reader
@@ -210,8 +205,7 @@ class Client:
         match = _need_own(held, "prefetch")
         if match.grant.id and (not match.is_ready or (chunks is not None and chunks < match.chunks)):
             limit = () if chunks is None else (chunks,)
-            knows_has = "HAS" in self._server.link.options
-            has_option: tuple[Argument, ...] = ("HAS", has) if has and knows_has else ()
+            has_option: tuple[Argument, ...] = ("HAS", has) if has else ()
             self._update(match, self._call_for(match, "LMTIER.PREFETCH", *limit, *has_option), *limit)
 
     def wait(self, held: Match) -> RemoteMatch:
@@ -286,7 +280,7 @@ class Client:
         asked = PendingReservation(list(keys), form, first)
         lifetime = _lifetime(ttl)
         link, number = self._server.number_of(form)
-        if link is not None and (not lifetime or self._can_end(link)):
+        if link is not None:
             asked.link, asked.answer = link, PendingReply(self._server.unreserve)
             request: list[Argument] = [number, first, *lifetime, *pack_keys(asked.keys)]
             self._server.post("LMTIER.RESERVE", *request, then=asked.answer)
@@ -326,19 +320,6 @@ class Client:
         link = self._server.link
         is_recent = time.monotonic() - self._withdrawn < self._server.timeout
         return is_recent and bool(link.callbacks) and not (link.is_lost or link.is_stalled)
-
-    def _can_end(self, link: Link) -> bool:
-        """Whether the server knows TTL.
-
-        If not, chunks with a ttl are not stored: they would stay for ever.
-        """
-        if "TTL" not in link.options and not link.has_warned_of_ttl:
-            link.has_warned_of_ttl = True
-            log.warning(
-                "lmtier: the server at %s is too old for TTL: KV with a ttl is not stored; update the server",
-                self._server.address,
-            )
-        return "TTL" in link.options
 
     def commit(
         self, grant: Grant, shard: Shard | None = None, marks: Mapping[int, bytes] | None = None
@@ -435,8 +416,7 @@ class Client:
         if len(json.dumps(arguments)) > MAX_BYTES:
             log.warning("lmtier: hints of more than %d bytes are not sent", MAX_BYTES)
             return
-        link = self._server.reach()
-        if link is not None and "SESSION" in link.options:
+        if self._server.reach() is not None:
             self._server.post(*_call("hints", arguments), then=self._hinted)
 
     def _hinted(self, reply: Any) -> None:
@@ -563,15 +543,15 @@ def _call(name: str, arguments: Mapping[str, Any]) -> list[Argument]:
     return ["LMTIER.CALL", f"/api/{name}", *(text[at : at + _PIECE] for at in range(0, len(text), _PIECE))]
 
 
-def _words(options: Sequence[str], session: str, parent: str, source: str) -> list[Argument]:
-    """The words before the keys: the given ones that the server knows."""
+def _words(session: str, parent: str, source: str) -> list[Argument]:
+    """The words before the keys."""
     for name in (session, parent, source):
         if name and not is_name(name):
             raise MisuseError(f"{name!r:.40} is no name: it has 1 to {MAX_NAME} printable characters")
     words: list[Argument] = []
-    if session and "SESSION" in options:
+    if session:
         words += ("SESSION", session, *(("PARENT", parent) if parent else ()))
-    if source and "SOURCE" in options:
+    if source:
         words += ("SOURCE", source)
     return words
 

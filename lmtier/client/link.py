@@ -74,8 +74,6 @@ class Link:
         """The callbacks for the outstanding replies, in order."""
         self.cost: Cost | None = None
         """The cost that was last sent to this run of the server."""
-        self.has_warned_of_ttl = False
-        """The log has a warning that the server is too old."""
         self.is_lost = False
         self.is_stalled = False
         """A call has given up. Until all outstanding replies have arrived, no other call begins."""
@@ -118,7 +116,6 @@ class Link:
         capacity, has_presence = self._ask(deadline, address, "LMTIER.SLAB")
         self.run_id: int = facts["run"]
         self.traces = bool(facts.get("traces"))
-        self.options = facts.get("options", b"").decode().split()
         self.approximation: str = facts.get("approximation", b"").decode()
         self.config = Config(
             chunk_tokens=facts["chunk_tokens"],

@@ -832,55 +832,6 @@ def test_replies_that_mean_nothing_cost_a_connection_at_most(tmp_path):
                 assert client.lost == 1
 
 
-def older(pipe: Connection, listener: socket.socket) -> None:
-    """A server of the same protocol before HAS and TTL; says down the pipe what it was asked."""
-    found = {"id": 7 << 32 | 1, "state": "found", "sources": "disk*2", "offsets": b""}
-    ready = {"id": 7 << 32 | 1, "state": "ready", "sources": "disk*2", "offsets": places(0, 4)}
-    connection, _ = listener.accept()
-    commands = CommandReader(lambda *_: None)
-    while count := connection.recv_into(commands.target()):
-        commands.received(count)
-        while words := commands.next():
-            verb = bytes(words[0])
-            pipe.send((verb.decode().removeprefix("LMTIER."), len(words) - 1))
-            match verb:
-                case b"LMTIER.HELLO":
-                    connection.sendall(encode(GREETING, False))
-                case b"LMTIER.SLAB":
-                    fd = os.memfd_create("slab")
-                    os.truncate(fd, 16 * PAGE)
-                    socket.send_fds(connection, [encode([16 * PAGE, 0], False)], [fd])
-                    os.close(fd)
-                case b"LMTIER.FORM":
-                    connection.sendall(encode(0, False))
-                case b"LMTIER.MATCH":
-                    connection.sendall(encode(found, False))
-                case b"LMTIER.PREFETCH" if len(words) <= 3:
-                    connection.sendall(encode(ready, False))
-                case _:
-                    connection.sendall(encode(Error("ERR no"), False))
-
-
-def test_an_older_server_is_not_asked_for_what_it_does_not_know(tmp_path, caplog):
-    path = str(tmp_path / "older.sock")
-    with (
-        socket.create_server(path, family=socket.AF_UNIX) as listener,
-        child(older, listener) as (pipe, _),
-        Client(path) as client,
-    ):
-        match = client.match(keys(2), ONE)
-        client.prefetch(match, has=3)
-        assert (match.chunks, len(match.grant.chunks), match.is_ready, match.cut_reason) == (2, 2, True, "")
-        for _ in range(3):
-            assert client.reserve(keys(2), ONE, ttl=60).dropped == 2
-        with pytest.raises(MisuseError):
-            client.reserve(keys(2), ONE, ttl=0)
-        assert client.reserve(keys(2), ONE).dropped == 2  # this one is asked, and refused
-        asked = [pipe.recv() for _ in range(6)]
-    assert asked == [("HELLO", 1), ("SLAB", 0), ("FORM", 2), ("MATCH", 4), ("PREFETCH", 1), ("RESERVE", 3)]
-    assert [each.getMessage().count("is too old for TTL") for each in caplog.records] == [1, 0]
-
-
 def models(client: Client) -> list[tuple[str, str]]:
     told = client.call("models")
     return [(each["identity"]["weights"], bytes.fromhex(each["lora"]).decode()) for each in told]
@@ -1151,7 +1102,6 @@ def test_a_prefix_ends_where_the_server_has_a_state_and_the_state_comes_with_it(
     names = keys(4)
     end = state_key(names[2], layout.to_json())
     with Client(server.path) as client:
-        assert client.knows_states
         store(client, names)
         assert client.match(names, ONE, state_form=state).chunks == 0
         reservation = client.reserve([names[2], end], state, first=1)

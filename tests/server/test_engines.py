@@ -180,7 +180,6 @@ def test_a_greeting_says_what_an_engine_must_know(engines):
     )
     assert (said["protocol"], said["chunk_tokens"], said["capacity"]) == (1, C, 20 * ROOM)
     assert (said["verify"], float(said["load_deadline"]), said["slab"]) == (b"sample", 2.0, 1)
-    assert said["options"] == b"HAS TTL STATE SESSION SOURCE"
 
 
 def test_a_lookup_that_nobody_waits_for_counts_as_one_and_holds_nothing(engines):
@@ -365,8 +364,6 @@ def test_what_is_deleted_while_it_comes_is_not_readable(make, deletion):
     match = RemoteMatch(tuple(keys(3)), 0.0, grant=Grant.of_nothing(form_of(LAYOUT, (WHOLE,))))
     assert not read_match(match, said).is_ready
     assert match.loading[0] == 0
-    del said["loading"]  # as older servers
-    assert not read_match(match, said).is_ready
     gate.open()
     assert not read_match(match, connection.say("POLL", number, "WAIT")).grant.chunks
     assert match.is_ready

@@ -22,7 +22,7 @@ from lmtier.client.client import Client
 from lmtier.copy.mover import Mover
 from lmtier.copy.paging import PagedKV
 from lmtier.core.grant import Grant
-from lmtier.errors import LayoutError, MisuseError
+from lmtier.errors import MisuseError
 from lmtier.format.keys import Identity, state_key
 from lmtier.format.layout import LayerShape, Layout
 
@@ -66,11 +66,6 @@ class StateStore:
     """Moves one state at a time between a cache and the store."""
 
     def __init__(self, cache: lmtier.Cache | Client, probed: States) -> None:
-        if isinstance(cache, Client) and not cache.knows_states:
-            raise LayoutError(
-                "this model keeps states, which the lmtier server is too old to store: install the same "
-                "lmtier there"
-            )
         self._cache = cache
         self._kinds = _kinds_of(probed)
         self._sizes = [tensor[0].nbytes for tensor in probed.values()]

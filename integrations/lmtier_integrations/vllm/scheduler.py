@@ -91,11 +91,6 @@ class Scheduler:
         self._block_tokens = config.cache_config.block_size
         self._ranks = config.parallel_config.world_size
         self._client = client = launcher.connect("vllm scheduler")
-        if groups[1] and not client.knows_states:
-            raise LayoutError(
-                "this model keeps states, which the lmtier server is too old to store: install the same "
-                "lmtier there"
-            )
         check_chunks(client.chunk_tokens, self._block_tokens, window, has_states=bool(groups[1]))
         if self._loads and transfer.kv_load_failure_policy != "recompute":
             log.warning(

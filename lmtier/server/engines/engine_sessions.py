@@ -161,8 +161,6 @@ class EngineSessions:
             "approximation": config.approximation,
             "load_deadline": config.load_deadline,
             "traces": self._tracing is not None,
-            # Of verbs that older servers of this protocol have without them.
-            "options": "HAS TTL STATE SESSION SOURCE",
             "slab": caller.is_local and self._cache.slab.fd is not None,
         }
 
