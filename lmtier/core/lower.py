@@ -22,7 +22,7 @@ from lmtier.core.jobs import Jobs
 from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, EntryState
 from lmtier.core.write_queue import WriteQueue
 from lmtier.errors import log
-from lmtier.format.compression import AUTO, RAW, WORDS
+from lmtier.format.compression import RAW
 from lmtier.format.keys import is_state, tenant_of
 from lmtier.format.layout import PAGE, ChunkForm, Name, Shard, padded, stored_size
 from lmtier.format.objects import NO_MARK, Header, Selector
@@ -648,10 +648,8 @@ class LowerTier(ABC):
             lambda: len(self._writes) + len(self.storing_entries)
         )
         metrics.queue_depth.labels(label, "all").set_function(lambda: len(self._jobs))
-        for codec_name in WORDS if self._has_codec else ():
-            if codec_name != AUTO:
-                gauge = metrics.codec.labels(label, codec_name)
-                gauge.set_function(lambda codec_name=codec_name: float(self.tier.codec == codec_name))  # type: ignore[misc]  # mypy: lambdas
+        if self._has_codec:
+            metrics.codec.labels(label, self.tier.codec).set(1)
 
     def check(self) -> None:
         """Check every invariant; raises AssertionError."""

@@ -28,7 +28,6 @@ from lmtier.errors import TierError
 from lmtier.format.layout import PAGE, Array, Layout, Shard
 
 RAW = "raw"
-AUTO = "auto"
 _PACKAGE = "blosc"
 _LIBRARY = "libblosc.so.1"
 _LARGEST = (1 << 31) - (1 << 20)  # their lengths have 32 bits
@@ -321,5 +320,5 @@ CODECS = {
         *(Codec(kind, _Scaled(kind).encode, _Scaled(kind).decode, is_exact=False) for kind in _STEPS),
     )
 }
-WORDS = (RAW, *CODECS, AUTO)
+WORDS = (RAW, *CODECS)
 """The values of the option `codec=`."""

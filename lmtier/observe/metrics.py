@@ -100,7 +100,7 @@ LABELS = {
     "kind": "who is connected: `engine`, `redis`, `http`, `console` (who asks for the report). Of wrong "
     "tokens: to which of them it was shown",
     "rule": "of `write=auto`: `reused`, `evicted`",
-    "codec": "the words of `codec=`; for `auto` the codec that it chose",
+    "codec": "the words of `codec=`",
     "stage": "of a codec: `given` to the tier, and `stored` by it, header pages not included. "
     "Of a load: `expected` and `actual`",
     "decision": "`all`, `part` or `none` of what was found",

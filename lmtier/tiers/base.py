@@ -156,7 +156,7 @@ class Tier(ABC):
 
     @property
     def codec(self) -> str:
-        """The codec that is in use now. For `auto`: the codec that it chose."""
+        """The codec that is in use."""
         return RAW
 
     def use_codec(self, name: str) -> None:

@@ -20,8 +20,7 @@ from typing import TypeAlias
 from lmtier import forks
 from lmtier.errors import ConfigError, log
 from lmtier.format import objects
-from lmtier.format.autocodec import AutoCodec
-from lmtier.format.compression import AUTO, RAW, Codec, find
+from lmtier.format.compression import RAW, Codec, find
 from lmtier.format.layout import Name
 from lmtier.format.objects import Header, Scratch, Selector, anonymous
 from lmtier.format.sealing import NoKey, SealingKeys, TenantKeys
@@ -103,7 +102,6 @@ class BlockingTier(Tier):
         # wait for all of them. With a few at a time, the first write begins when the first checksum is done.
         self._sealing = threading.Semaphore(max(1, _CORES // 2))
         self._codec: Codec | None = None
-        self._auto: AutoCodec | None = None
         self._lookups: SimpleQueue[_Part | None] = SimpleQueue() if askers else self._reads
         self._queues = [self._reads] * readers + [self._writes] * writers + [self._lookups] * askers
         self._threads = [
@@ -163,8 +161,7 @@ class BlockingTier(Tier):
     # ---- the interface of a tier
 
     def use_codec(self, name: str) -> None:
-        self._auto = AutoCodec() if name == AUTO else None
-        self._codec = find(name) if name not in (AUTO, RAW) else None
+        self._codec = find(name) if name != RAW else None
 
     def use_keys(self, keys: SealingKeys) -> None:
         self.keys = keys
@@ -176,8 +173,6 @@ class BlockingTier(Tier):
 
     @property
     def codec(self) -> str:
-        if self._auto is not None:
-            return self._auto.name
         return RAW if self._codec is None else self._codec.name
 
     def submit(self, job: Job) -> None:
@@ -296,12 +291,9 @@ class BlockingTier(Tier):
         match job.op:
             case Op.LOAD:
                 (item,) = items
-                began = time.perf_counter()
                 read_bytes = self.read(item, (page, item.payload))
                 if read_bytes < objects.PAGE:
                     raise objects.CorruptObject(f"truncated: {read_bytes} bytes, but a header has 4096")
-                if self._auto is not None:
-                    self._auto.read(read_bytes, time.perf_counter() - began)
                 read_bytes -= objects.PAGE
                 header = objects.unseal(page, item.payload, item.name, read_bytes, desk.scratch, self.keys)
                 return {item.name: header}
@@ -316,10 +308,7 @@ class BlockingTier(Tier):
                 with self._sealing:
                     header, payload = self._encoded(item.header, item.payload, desk.scratch)
                     payload = objects.seal(page, header, payload, self.keys, desk.scratch)
-                began = time.perf_counter()
                 self.write(item, (page, payload))
-                if self._auto is not None:
-                    self._auto.wrote(objects.PAGE + len(payload), time.perf_counter() - began)
                 return {item.name: Stat(len(payload)) if header.encoded else None}
             case Op.DELETE:
                 self.delete(names)
@@ -339,7 +328,7 @@ class BlockingTier(Tier):
                 return {}
 
     def _encoded(self, header: Header, payload: memoryview, scratch: Scratch) -> tuple[Header, memoryview]:
-        codec = self._codec if self._auto is None else self._auto.pick(header, payload, scratch)
+        codec = self._codec
         return (header, payload) if codec is None else objects.encode(header, payload, codec, scratch)
 
     def _discard(self, names: list[Name]) -> bool:

@@ -72,7 +72,7 @@ def test_it_takes_less_and_gives_everything_back_to_readers_of_any_word(url, cod
         assert stat.nbytes < each.room
         assert lookup(tier, each.name)[each.name].nbytes == stat.nbytes
         assert tier.codec == codec
-    for word in ("raw", "shuffle-zstd", "int8", "auto"):
+    for word in ("raw", "shuffle-zstd", "int8"):
         with closing(opened(url, word)) as tier:
             done, got = load(tier, each.name, each.room)
             assert not done.failed
@@ -126,7 +126,7 @@ def test_without_its_library_an_object_is_a_miss_with_one_warning_and_stays(capl
     assert objects == before, "somebody else may have what it takes"
 
 
-@pytest.mark.parametrize("word", ["lz4", "shuffle-zstd", "auto"])
+@pytest.mark.parametrize("word", ["lz4", "shuffle-zstd"])
 def test_a_tier_whose_library_is_missing_does_not_open(word, tmp_path):
     url = f"disk://{tmp_path}/kv?capacity=1GiB&codec={word}"
     with no_library():
@@ -295,7 +295,7 @@ def test_a_store_that_approximates_has_keys_of_its_own():
         "disk:///b?capacity=1GiB&codec=fp8",
     )
     assert Config(tiers=tiers).approximation == "fp8,int8"
-    assert Config(tiers=(*tiers[:1], "null://?codec=auto", "null://?codec=shuffle-zstd")).approximation == ""
+    assert Config(tiers=(*tiers[:1], "null://?codec=lz4", "null://?codec=shuffle-zstd")).approximation == ""
 
 
 def test_what_is_loaded_from_an_approximation_is_used_and_never_meets_what_is_exact(tmp_path):

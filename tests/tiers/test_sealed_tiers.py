@@ -68,7 +68,7 @@ def missed(cache: Cache, reason: str) -> float:
 # ---- a tier
 
 
-@pytest.mark.parametrize("codec", ["raw", "shuffle-zstd", "int8", "auto"])
+@pytest.mark.parametrize("codec", ["raw", "shuffle-zstd", "int8"])
 def test_it_composes_with_codecs_and_tiers(url, codec, tmp_path):
     each = kv_sample(1, mark=bytes(range(16)))
     with closing(open_tier(TierSpec.parse(sealed(url, key_file(tmp_path, 1), f"&codec={codec}")))) as tier:
