@@ -33,12 +33,12 @@ from lmtier.server.report import Report
 MAX_HEAD = 16 << 10
 """Bytes of a request line and its headers."""
 FOR_ALL = frozenset({"/metrics"})
+"""The pages that every user of this host may read where no token is needed: Prometheus has its own user."""
 OWN_HEADER = "x-lmtier"
 """A request without a token has it if it is meant for lmtier.
 
 Software that an attacker makes send a request here, by a URL and a body, does not have it.
 """
-"""The pages that every user of this host may read where no token is needed: Prometheus has its own user."""
 
 _STATUS = {"LOADING": 503, "TRYAGAIN": 503, "BROKEN": 500}
 """By the code of an error; others are 400."""
