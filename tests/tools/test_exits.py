@@ -34,7 +34,14 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 def begin(*words: object, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("LMTIER_")}
     command = [sys.executable, "-m", "lmtier", *map(str, words)]
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.DEVNULL, preexec_fn=_heed_interrupts
+    )
+
+
+def _heed_interrupts() -> None:
+    """Who starts the tests in the background may have told them to ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def signalled(number: signal.Signals) -> int:
