@@ -51,6 +51,7 @@ _FORGETTING = 60.0
 """Seconds that forgetting a tenant waits for tiers, unless the caller says otherwise."""
 _MOST = 1 << 53
 """The largest number. Every reader of JSON knows it exactly."""
+_FACTS = 64  # about a model, in a call
 _KINDS = ((str, "text"), (int, "a whole number"), (float, "a number"), (bool, "true or false"))
 _NAMES: dict[type, str] = {**dict(_KINDS), dict: "an object", list: "a list"}
 
@@ -79,7 +80,7 @@ class Call:
             self._signature.bind(asker, **given)
         except TypeError as error:
             names = ", ".join(self.arguments) or "no arguments"
-            raise Refused(f"ERR {path} takes {names}: {error}") from None
+            raise Refused(f"ERR {path} takes {names}: {error!s:.100}") from None
         for name in self.arguments.keys() & given.keys():
             annotation, value = self.arguments[name].annotation, given[name]
             if value is None:  # otherwise a script with an unset variable would clear everything
@@ -230,6 +231,8 @@ class Api:
 
     def _prefetch(self, asker: Asker, *, identity: dict, lora: str = "", keys: list) -> Any:  # type: ignore[type-arg]
         """Load a prompt of this model into memory, for a while."""
+        if len(identity) > _FACTS:
+            raise Refused(f"ERR a model has {_FACTS} facts at most, not {len(identity)}")
         model = read_identity(json.dumps(identity).encode()), _of_hex("lora", lora).decode()
         form = self._model_table.get(model)
         if form is None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from lmtier.config import LEVELS, TierSpec, suggest, with_option
 from lmtier.core.cache import Cache
 from lmtier.core.match import CPU
-from lmtier.errors import ConfigError, log, size_text
+from lmtier.errors import ConfigError, excerpt, log, size_text
 from lmtier.rules.lifetimes import FOREVER
 
 OPTIONS = ("capacity", "policy", "ttl")
@@ -33,10 +33,12 @@ def change(cache: Cache, given: Mapping[str, str]) -> list[str]:
     actions: list[Callable[[], None]] = []
     for name, value in given.items():
         if name not in changeable:
-            raise ConfigError(f"{name!r} cannot change while the server runs{suggest(name, changeable)}")
+            raise ConfigError(
+                f"{excerpt(name)} cannot change while the server runs{suggest(name, changeable)}"
+            )
         if name == LOG_LEVEL:
             if value not in LEVELS:
-                raise ConfigError(f"unknown log_level={value!r}{suggest(value, LEVELS)}")
+                raise ConfigError(f"unknown log_level={excerpt(value)}{suggest(value, LEVELS)}")
             old_value = _level()
             actions.append(lambda level=value: log.setLevel(level.upper()))  # type: ignore[misc]  # mypy: lambdas
         else:

@@ -213,6 +213,11 @@ def test_a_server_without_a_token_takes_no_hints_over_http(tmp_path):
         ("/api/sessions?most=x", None, "most is a whole number, not 'x'"),
         ("/api/sessions?most=-1", None, "most=-1 is too large, or negative"),
         ("/api/sessions?most=99999", None, "99999 is more than"),
+        (
+            "/api/prefetch",
+            {"identity": dict.fromkeys(map(str, range(65)), 1), "keys": []},
+            "a model has 64 facts at most, not 65",
+        ),
         ("/api/sessions?some=1", None, "/api/sessions takes most: got an unexpected "),
     ],
 )
