@@ -54,7 +54,8 @@ class Blocks:
 
         They are integers, within the engine, none twice in a chunk. Raises LayoutError if one is wrong.
         """
-        # A wrong id must never reach take(mode="clip"), which would read another request's block.
+        # A wrong id must never reach take(mode="clip"), which would read another request's block. So what was
+        # checked is a copy, which the caller cannot change.
         ids, size = np.asarray(block_ids), self.layout.blocks
         if ids.shape[-1] % size or ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != self.tables):
             raise LayoutError(
@@ -65,7 +66,7 @@ class Blocks:
             return np.empty((self.tables, 0, size), np.intp)
         self._need_integers(ids)
         low, high = int(ids.min()), int(ids.max())
-        chunks = ids.reshape(-1, ids.shape[-1] // size, size).astype(np.intp, copy=False)
+        chunks = ids.reshape(-1, ids.shape[-1] // size, size).astype(np.intp)
         if low < ABSENT or high >= self.blocks or (low < 0 and not _are_leading(chunks)):
             rows = ids.reshape(len(chunks), -1)
             self._need_known(rows[~np.logical_and.accumulate(rows == ABSENT, axis=1)].tolist())
