@@ -16,10 +16,11 @@ import pytest
 
 from lmtier.errors import ConfigError, TierError
 from lmtier_backends.disk import DiskTier
+from lmtier_integrations.vllm import launch
 from lmtier_integrations.vllm.launch import Launcher
 from lmtier_integrations.vllm.settings import Settings, log
 from tests.redis_process import free_port
-from tests.server.process import PATIENCE
+from tests.server.process import PATIENCE, until
 
 CPU = "cpu://?capacity=16MiB"
 
@@ -81,14 +82,32 @@ def test_an_error_that_cannot_heal_ends_the_start_at_once_and_is_said_once(tmp_p
 def test_a_server_starts_beside_what_the_engine_does_until_it_connects(tmp_path, lines):
     """An engine allocates its blocks meanwhile. What fails is said where the engine connects."""
     engine, hopeless = launcher([CPU]), launcher(["cpu://?capacity=900TiB"])
-    engine.begin()
-    hopeless.begin()
-    while not engine.path.exists():  # nobody has asked for a connection
+    engine.begin("a worker")
+    hopeless.begin("a worker")
+    while not engine.path.exists():  # no one has asked for a connection
         time.sleep(0.01)
-    with closing(engine.connect("a worker")), closing(engine.connect("a scheduler")):
+    with closing(engine.begun("a worker")), closing(engine.connect("a scheduler")):
         pass
     with pytest.raises(TierError, match=r"does not start: .*capacity=900TiB"):
-        hopeless.connect("a worker")
+        hopeless.begun("a worker")
+
+
+def test_a_server_waits_for_an_engine_that_others_keep_waiting(tmp_path, lines, monkeypatch):
+    """Data-parallel engines of a host wait for each other. The server ends if there is no engine."""
+    monkeypatch.setattr(launch, "_LINGER", 0.5)
+    engine = launcher([CPU])
+    engine.begin("a worker")
+    other = launcher([CPU]).connect("another rank")  # the server counts its time from here, or later
+    run = other.run_id
+    other.close()
+    time.sleep(2.0)  # four times as long as it waits
+    with closing(engine.begun("a worker")) as client:
+        assert client.run_id == run, servers_log(engine)
+    until(lambda: "there was no engine" in servers_log(engine))
+    unused = launcher([CPU])
+    unused.begin("a worker")
+    unused.close()
+    until(lambda: not unused.path.exists())
 
 
 def test_a_folder_that_an_earlier_server_holds_is_waited_for(tmp_path, lines):

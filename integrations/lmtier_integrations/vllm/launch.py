@@ -83,22 +83,35 @@ class Launcher:
         base = hashlib.sha256(asked.encode()).hexdigest()[:16]
         self.path = _folder() / f"{base}.sock" if self.is_private else Path(settings.server)
         self._tried, self._pause = 0.0, _AGAIN
-        self._starting: Thread | None = None
-        self._start_error: Exception | None = None
+        self._connecting: Thread | None = None
+        self._first: Client | Exception | None = None
+        """The client that `begin` made, until it is given out, or the error."""
 
-    def begin(self) -> None:
-        """Start a private server while the engine does something else. `connect` says if it fails."""
+    def begin(self, name: str) -> None:
+        """Connect to a private server while the engine does something else. `begun` gives the client.
+
+        The connection stays: other engines of the host may keep this one waiting for longer than the server
+        waits for an engine.
+        """
         if self.is_private:
-            self._starting = start_thread("lmtier-start", self._try_to_start)
+            self._connecting = start_thread("lmtier-start", lambda: self._try_to_connect(name))
+
+    def begun(self, name: str) -> Client:
+        """The client that `begin` made, or a new one. Raises TierError."""
+        first = self._take_first()
+        if isinstance(first, Exception):
+            raise first
+        return first or self.connect(name)
+
+    def close(self) -> None:
+        """Leave the server, if `begun` was not called."""
+        first = self._take_first()
+        if isinstance(first, Client):
+            first.close()
 
     def connect(self, name: str, shard: Shard | None = None) -> Client:
         """A client of the server. A private server is started if it does not run. Raises TierError."""
-        if self._starting is not None:
-            self._starting.join()
-            self._starting = None
-            if self._start_error is not None:
-                raise self._start_error
-        elif self.is_private:
+        if self.is_private:
             self._start()
         token = os.environ.get(TOKEN_VARIABLE)
         address = str(self.path).removeprefix("unix:/")
@@ -142,11 +155,18 @@ class Launcher:
     def _log(self) -> Path:
         return self.path.with_suffix(".log")
 
-    def _try_to_start(self) -> None:
+    def _try_to_connect(self, name: str) -> None:
         try:
-            self._start()
-        except Exception as error:  # noqa: BLE001 - the thread's edge; `connect` raises it
-            self._start_error = error
+            self._first = self.connect(name)
+        except Exception as error:  # noqa: BLE001 - the thread's edge; `begun` raises it
+            self._first = error
+
+    def _take_first(self) -> Client | Exception | None:
+        if self._connecting is not None:
+            self._connecting.join()
+            self._connecting = None
+        first, self._first = self._first, None
+        return first
 
     def _start(self) -> None:
         """Start the server if it does not run. Raises TierError.

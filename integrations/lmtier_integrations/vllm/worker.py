@@ -44,7 +44,8 @@ class Worker:
         self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, launcher: Launcher
     ) -> None:
         self._config, self._cache, self._settings, self._launcher = config, cache, settings, launcher
-        launcher.begin()  # the engine allocates its blocks meanwhile
+        self._name = f"vllm worker {config.parallel_config.rank}"
+        launcher.begin(self._name)  # the engine allocates its blocks meanwhile
         self.copies_layers = False
         """Whether the hooks of layers have something to do in this step."""
         self._rests = False
@@ -55,6 +56,7 @@ class Worker:
         """Whether the last report had unfinished copies."""
         self._to_close = ExitStack()
         """The things to close: almost none, if the engine does not reach `register`."""
+        self._to_close.callback(launcher.close)
         self._memory = LoadedModel.of_this_process(config)
         if self._memory is not None:
             self._to_close.callback(self._memory.close)
@@ -64,8 +66,7 @@ class Worker:
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Prove that these tensors can be saved and loaded, and join the server."""
-        rank_number = self._config.parallel_config.rank
-        client = self._launcher.connect(f"vllm worker {rank_number}")
+        client = self._launcher.begun(self._name)
         block_tokens, has_states = self._config.cache_config.block_size, bool(state_groups(self._cache))
         check_chunks(client.chunk_tokens, block_tokens, window_of(self._cache), has_states=has_states)
         if kv_groups(self._cache):
@@ -74,7 +75,7 @@ class Worker:
             declared = stand_in(self._config, self._cache, tensors, client.chunk_tokens)
         if declared.is_writer:  # only now the shard of this process is known
             client.close()
-            client = self._launcher.connect(f"vllm worker {rank_number}", declared.shard)
+            client = self._launcher.connect(self._name, declared.shard)
         self._to_close.callback(client.close)
         if self._memory is not None:
             self._memory.look_at_files()
@@ -99,9 +100,8 @@ class Worker:
         for part, mover in ((declared, place.mover), (states, place.states)):
             if part is not None and mover is not None:
                 mover.prove(self._spare_blocks(part), block_bytes=part.block_bytes)
-                log.debug(
-                    "lmtier: rank %d serves %s as %s", rank_number, part.shard, part.layout.to_json().decode()
-                )
+                layout = part.layout.to_json().decode()
+                log.debug("lmtier: %s serves %s as %s", self._name, part.shard, layout)
 
     def _spare_blocks(self, declared: DeclaredKV) -> list[int]:
         """Blocks that no request has yet; never the engine's null block, which is number 0."""
