@@ -15,6 +15,7 @@ import argparse
 import copy
 import inspect
 import json
+import mmap
 import os
 import random
 import signal
@@ -44,8 +45,11 @@ from tests.vllm.engine import Engine, EngineDied
 HERE = Path(__file__).resolve().parent
 
 ANSWER = 12  # tokens by which answers are compared
+# A multiple of 256 and a little more: what is beyond the last whole chunk is computed, by each as fast.
+TOKENS = [2064, 6160]
 DECODE = 128  # steps of one reading
 PATIENCE = 60.0
+BESIDE_READING = 8  # milliseconds that a hit from disk may take beside the reading itself
 MEMORY = 3  # GiB of CPU memory for each cache: all prompts of a run, or "from CPU" is partly from below
 CPU = f"cpu://?capacity={MEMORY}GiB"
 SPIN = 1.1  # seconds after which a worker of vLLM that waits takes no core any more
@@ -98,6 +102,8 @@ class Row:
     """Of the prompt's tokens."""
     same: str
     """How many answers are the plain engine's, token by token."""
+    read: float = 0.0
+    """The milliseconds in which this disk reads as many bytes; 0: nothing is read."""
 
     @property
     def is_right(self) -> bool:
@@ -147,7 +153,7 @@ class Duel:
             self.model,
             transfer=transfer,
             processes=True,
-            env=reaching(path) if path else None,
+            env={"LMTIER_PREFAULT": "true", **(reaching(path) if path else {})},
             fresh=True,
             dtype=self.options.dtype,
             block_size=self.options.block_size,
@@ -162,8 +168,8 @@ class Duel:
             self._add(length, "plain, cold", cold, hits, 0, len(prompts))
         self.measure("plain, its own prefix cache", self.plain)
 
-    def measure(self, name: str, subject: Engine) -> None:
-        """Ask both for all prompts, in turn."""
+    def measure(self, name: str, subject: Engine, chunks: tuple[Path, int] | None = None) -> None:
+        """Ask both for all prompts, in turn. `chunks`: the folder that is read from, and their tokens."""
         for length, prompts in self.prompts.items():
             ours, plain, before = [], [], cached_tokens(subject)
             for prompt in prompts:
@@ -175,7 +181,8 @@ class Duel:
                 cached //= 2
             wanted = self._expected(length, cached)
             same = sum(answer(subject, each) == right for each, right in zip(prompts, wanted, strict=True))
-            self._add(length, name, ours, plain, cached, same)
+            read = read_seconds(chunks[0], cached // chunks[1]) if chunks else 0.0
+            self._add(length, name, ours, plain, cached, same, read)
 
     def _expected(self, length: int, cached: int) -> list[list[int]]:
         """What plain says if it has as much of each prompt: how a prefill was cut can turn a near tie.
@@ -198,7 +205,14 @@ class Duel:
         return self._answers[length, cached]
 
     def _add(
-        self, length: int, name: str, ours: list[float], plain: list[float], cached: int, same: int
+        self,
+        length: int,
+        name: str,
+        ours: list[float],
+        plain: list[float],
+        cached: int,
+        same: int,
+        read: float = 0.0,
     ) -> None:
         row = Row(
             self.model.name,
@@ -209,6 +223,7 @@ class Duel:
             round(median(a / b for a, b in zip(ours, plain, strict=True)), 3),
             cached,
             f"{same}/{len(ours)}",
+            round(1e3 * read, 2),
         )
         self.rows.append(row)
         say(
@@ -264,6 +279,22 @@ def files_in(folder: Path) -> Iterator[Path]:
     return (each for each in folder.rglob("*") if each.is_file())
 
 
+def read_seconds(folder: Path, count: int) -> float:
+    """The time to read so many of its largest files one after the other, around the page cache: a median."""
+    files = sorted(files_in(folder), key=lambda each: each.stat().st_size)[-8 * count :]
+    memory = mmap.mmap(-1, files[-1].stat().st_size + mmap.PAGESIZE)
+    memory.write(bytes(len(memory)))  # its pages are there
+    found = []
+    for at in range(0, len(files), count):
+        began = time.perf_counter()
+        for each in files[at : at + count]:
+            descriptor = os.open(each, os.O_RDONLY | os.O_DIRECT)
+            os.preadv(descriptor, [memory], 0)
+            os.close(descriptor)
+        found.append(time.perf_counter() - began)
+    return median(found)
+
+
 def drop_page_cache(folder: Path) -> None:
     """As after a restart of the machine."""
     os.sync()
@@ -299,7 +330,8 @@ def with_lmtier(duel: Duel, chunk_tokens: int) -> None:
         settled(folder / "private")
     with duel.engine(private) as engine:
         warm_up(engine)
-        duel.measure(f"{name}: new engine and server, from disk", engine)
+        where = folder / "private", chunk_tokens
+        duel.measure(f"{name}: new engine and server, from disk", engine, where)
 
     shared = CacheServer(folder, chunk_tokens, CPU, f"disk://{folder}/shared?capacity=8GiB")
     with shared:
@@ -311,7 +343,7 @@ def with_lmtier(duel: Duel, chunk_tokens: int) -> None:
             (probe,) = prompts_of(1, 2000, seed=9)
             wait_for_hits(engine, probe)
             forget(engine)
-            duel.measure(f"{name}: same engine, from disk", engine)
+            duel.measure(f"{name}: same engine, from disk", engine, (folder / "shared", chunk_tokens))
         with duel.engine(lmtier(server=str(shared.path))) as engine:
             warm_up(engine)
             duel.measure(f"{name}: new engine, from the server's CPU", engine)
@@ -717,6 +749,13 @@ def floors(rows: list[Row], added: list[Cost]) -> Iterator[str]:
         what = f"{row.model}, {row.tokens} tokens, {row.name}"
         if row.name.startswith("lmtier") and row.name.endswith("from CPU"):
             yield verdict(f"{what}: × {row.ratio:.2f} of the prefix cache, at most 1.2", row.ratio <= 1.2)
+        if row.read:
+            more, most = row.milliseconds - row.plain, row.read + BESIDE_READING
+            yield verdict(
+                f"{what}: {more:.1f} ms longer than the prefix cache, at most {most:.1f}: its bytes take "
+                f"{row.read:.1f} ms to read",
+                more <= most,
+            )
         if row.name.startswith("lmtier") and row.name.endswith("new engine and server, from disk"):
             peers = [
                 each
@@ -745,7 +784,7 @@ def verdict(sentence: str, is_kept: bool) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=9, help="of each length (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 6000])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--models", nargs="+", choices=[*MODELS, REAL], default=list(MODELS))
     parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help=f"for --models {REAL}: {REAL_NEEDS}")
     parser.add_argument("--chunks", type=int, nargs="+", default=[256, 32], help="lmtier's chunk_tokens")
