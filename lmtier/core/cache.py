@@ -46,6 +46,7 @@ from lmtier.observe.miss_curve import MissCurves
 from lmtier.rules.hints import Action, ActionResult
 from lmtier.rules.lifetimes import Pinned, seconds_of
 from lmtier.rules.policy import make_policy
+from lmtier.rules.session_policy import ReturnTimes
 from lmtier.rules.worth import Cost
 from lmtier.threads import start_thread
 from lmtier.tiers.base import Tier
@@ -102,8 +103,13 @@ class Cache:
             self.slab = Slab(slab_bytes, hugepages=config.hugepages, shared=shared, fd=slab_fd)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"{cpu}: this machine does not give that much memory: {error}") from None
+        returns = ReturnTimes(clock)
         self.index = Index(
-            self.slab.capacity, make_policy(cpu.policy), shares=config.shares, is_record=is_record
+            self.slab.capacity,
+            make_policy(cpu.policy),
+            shares=config.shares,
+            is_record=is_record,
+            returns=returns,
         )
         self.index.label, self.index.followers = CPU, self.followers
         self.indexes = {CPU: self.index}
@@ -136,7 +142,7 @@ class Cache:
         if shared and all(tier.source for tier in self.lower.shared):
             self.presence = Presence(handover.presence if handover else None)
         self.pinning = NamedPins(self.indexes, clock)
-        self.sessions = AgentSessions(self.indexes, self.metrics, self.chunk_tokens, clock)
+        self.sessions = AgentSessions(self.indexes, self.metrics, self.chunk_tokens, returns)
         self._hinting = Hinting(self, clock)
         self._inherited = handover.presence if handover is not None else None
         if handover is None:
@@ -473,9 +479,9 @@ class Cache:
     # ---- lifetimes
 
     def _end_lifetimes(self) -> None:
-        """Delete some chunks that expired or are forgotten, and end some sessions; the next step goes on."""
+        """Delete some chunks that expired or are forgotten; the next step goes on."""
         self.pinning.expire()
-        has_more = self.memory.expire() | self.sessions.step() | self.forgotten_tenants.step()
+        has_more = self.memory.expire() | self.forgotten_tenants.step()
         for tier in self.lower:
             has_more |= tier.expire()
         if has_more:

@@ -29,7 +29,7 @@ from lmtier.observe.follower import CacheObservers
 from lmtier.rules.fullness import UNBOUNDED
 from lmtier.rules.lifetimes import FOREVER, Expiries
 from lmtier.rules.policy import Keyed, Policy
-from lmtier.rules.session_policy import SessionAwarePolicy
+from lmtier.rules.session_policy import ReturnTimes, SessionAwarePolicy
 from lmtier.rules.shares import Pool, Pools, Share
 
 
@@ -97,8 +97,10 @@ class Index:
         ghosts: int = 65_536,
         shares: Sequence[Share] = (),
         is_record: Callable[[bytes], bool] = no_record,
+        returns: ReturnTimes | None = None,
     ) -> None:
-        """`is_record` tells whether a key holds a record or a chunk of KV.
+        """`returns`: how late sessions come back, if they wait here. `is_record` tells whether a key holds
+        a record or a chunk of KV.
 
         A record has no tokens and belongs to no prompt. Its owner may replace it but cannot compute it again.
         """
@@ -110,7 +112,7 @@ class Index:
         self.leased_bytes = 0
         """Bytes that cannot leave now: leased or not READY. They let `evict` give up early."""
         self._entries: dict[bytes, Entry] = {}
-        self._policy = SessionAwarePolicy(policy)
+        self._policy = SessionAwarePolicy(policy, returns)
         self.pools = Pools(shares, capacity, self._policy) if shares else None
         self._max_ghosts = ghosts
         self.records: set[bytes] = set()
@@ -437,10 +439,10 @@ class Index:
         for policy, entries in self._by_policy(run):
             policy.evict_first(entries)
 
-    def evict_next(self, run: Sequence[Entry]) -> None:
-        """These are asked for again, but late. `run` is given head first."""
+    def wait(self, run: Sequence[Entry], since: float) -> None:
+        """These are asked for when a person comes back. `run` is given head first."""
         for policy, entries in self._by_policy(run):
-            policy.evict_next(entries)
+            policy.wait(entries, since)
 
     def _by_policy(self, run: Sequence[Entry]) -> Iterable[tuple[SessionAwarePolicy[Keyed], Iterable[Entry]]]:
         """Tail first. Nearly always all entries belong to one tenant."""

@@ -64,7 +64,7 @@ class Entry:
         self.provenance = UNKNOWN_PROVENANCE
         """In the slab: who stored it, and when."""
         self.last_used_ns = used
-        """In a lower tier: the time of last use that the tier has recorded, in ns."""
+        """The time of last use: by the cache's clock in the slab, as the tier recorded it in a lower tier."""
 
     def __repr__(self) -> str:
         return f"<{self.key.hex()[:8]} {self.state.name} leases={self.leases} kids={self.child_count}>"

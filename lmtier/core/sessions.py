@@ -1,14 +1,13 @@
 """Sessions in a cache: what a session's end, its waiting and its children mean for chunks.
 
 When a session ends, the chunks that only it needs leave before others. When it waits for a person, they leave
-next. A parent lives as long as its children: their requests keep its chunks young, and until the last child
-is over, its own end and its waiting have no effect.
+before those that are expected back sooner. A parent lives as long as its children: their requests keep its
+chunks young, and until the last child is over, its own end and its waiting have no effect.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from typing import TypedDict
 
@@ -19,8 +18,6 @@ from lmtier.format.layout import ChunkForm
 from lmtier.observe.metrics import Metrics
 from lmtier.rules.session_policy import ReturnTimes
 from lmtier.rules.sessions import ASKING, ENDED, WAITING, Agent, SessionTable
-
-_AT_ONCE = 16  # sessions that end in one step: each end looks at all others
 
 
 class SessionNow(TypedDict):
@@ -47,17 +44,17 @@ class AgentSessions:
         places: Mapping[str, Index],
         metrics: Metrics,
         chunk_tokens: int,
-        clock: Callable[[], float],
+        returns: ReturnTimes,
     ) -> None:
         """`places`: the indexes of the slab and of owned tiers, by label."""
         self.book = SessionTable()
-        self.gaps = ReturnTimes()
+        self.returns = returns
         self._places = places
         self._slab = places[CPU]
         self._chunk_tokens = chunk_tokens
-        self._clock = clock
-        self._waiting: OrderedDict[Agent, float] = OrderedDict()
-        """Who waits for a person, and since when; the longest first."""
+        self._clock = returns.clock
+        self._waiting: dict[Agent, float] = {}
+        """Who waits for a person, and since when."""
         self._ended, self._forgotten = metrics.sessions_ended, metrics.sessions_forgotten
         metrics.sessions.labels(ASKING).set_function(lambda: self.active)
         metrics.sessions.labels(WAITING).set_function(lambda: self.waiting)
@@ -89,7 +86,7 @@ class AgentSessions:
         if not agent.requests:
             agent.began = now
         if (waiting_since := self._waiting.pop(agent, None)) is not None:
-            self.gaps.add(now - waiting_since)
+            self.returns.add(now - waiting_since)
         agent.state, agent.last_asked_at, agent.form, agent.state_form = ASKING, now, form, ends
         agent.requests += 1
         agent.asked += tokens
@@ -156,28 +153,17 @@ class AgentSessions:
             return
         agent.state = WAITING
         self._waiting[agent] = self._clock()
-        self._waiting.move_to_end(agent)
         if not agent.children:
             self._let_wait(agent)
 
     def _let_wait(self, agent: Agent) -> None:
-        self._slab.evict_next(self._run(self._slab, self.own(agent)))
+        self._slab.wait(self._run(self._slab, self.own(agent)), self._waiting[agent])
 
     def wait_for_tool(self, agent: Agent) -> None:
         """It waits for a tool, so it asks again soon."""
         if self._waiting.pop(agent, None) is not None:
             agent.state = ASKING
             self._slab.refresh(self._run(self._slab, self._with_states(agent)))
-
-    def step(self) -> bool:
-        """End some that have waited for longer than hardly any comes back after. Returns whether there may be
-        more."""
-        for _ in range(_AT_ONCE):
-            agent, since = next(iter(self._waiting.items()), (None, 0.0))
-            if agent is None or self._clock() - since <= self.gaps.longest:
-                return False
-            self.end(agent)
-        return bool(self._waiting)
 
     @staticmethod
     def _run(index: Index, keys: Sequence[bytes]) -> list[Entry]:

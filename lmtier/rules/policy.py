@@ -19,6 +19,8 @@ from lmtier.errors import ConfigError
 class Keyed(Protocol):
     """An item to order. It hashes by identity and has a key that outlives it."""
 
+    last_used_ns: int
+
     @property
     def key(self) -> bytes: ...
 

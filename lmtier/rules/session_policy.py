@@ -1,34 +1,105 @@
-"""Entries whose future is known leave before all others, under any policy.
+"""Entries whose future is known leave out of turn, under any policy.
 
 Chunks of a session that has ended are not asked for again, so they leave first, in the order in which their
-sessions ended. Chunks of a session that waits for a person are asked for late, so they leave next. Of those,
-who began to wait last leaves first: the others are nearer to their return. docs/POLICIES.md has the figures.
+sessions ended. Those of a session that waits for a person are asked for late. How late is learned from all
+that came back: they leave before the policy's oldest entry if their return is expected much later than that
+entry was used. A wait that says nothing about the future changes nothing. docs/POLICIES.md has the figures.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from math import log2
-from typing import Self
+from typing import Generic, Self
 
 from lmtier.rules.policy import E, Policy
 
+_LATER = 2.0
+"""How many times as late as the age of the policy's oldest entry a return has to be. Sessions that never come
+back are not in the average: at 1, waits without ends cost .13 points on recorded agents."""
+_RANKED_FOR = 0.1  # seconds: ranking thousands of waits takes some ms
+
+
+class ReturnTimes:
+    """After how long sessions came back that waited: their number and their seconds, by half octaves."""
+
+    ENOUGH = 20
+    """The number of returns from which on they show what to expect."""
+    MEMORY = 1000
+    """The number of returns that count at most: old ones count less and less."""
+    RARE = 0.01
+    """The share of returns that take so long that nothing is known of what comes after."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._counts: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}
+        self._total = 0.0
+
+    def add(self, seconds: float) -> None:
+        number = _half_octave(seconds)
+        self._counts[number] = self._counts.get(number, 0.0) + 1
+        self._seconds[number] = self._seconds.get(number, 0.0) + seconds
+        self._total += 1
+        if self._total >= self.MEMORY:
+            for sums in (self._counts, self._seconds):
+                sums.update({number: value / 2 for number, value in sums.items()})
+            self._total /= 2
+
+    def expected(self, waited: float) -> float:
+        """The seconds until one comes back that has waited for so long, on average. 0: not known."""
+        if self._total < self.ENOUGH:
+            return 0.0
+        number = _half_octave(waited)
+        end = 2.0 ** ((number + 1) / 2)
+        begin = 2.0 ** (number / 2) if number else 0.0
+        count = self._counts.get(number, 0.0) * min(1.0, (end - waited) / (end - begin))
+        seconds = count * (waited + end) / 2
+        for other, returns in self._counts.items():
+            if other > number:
+                count += returns
+                seconds += self._seconds[other]
+        if count < self.RARE * self._total:
+            return waited  # who has been silent for long stays so for as long again
+        return float(seconds / count - waited)
+
+
+def _half_octave(seconds: float) -> int:
+    return int(2 * log2(max(1.0, seconds)))
+
+
+class _Wait(Generic[E]):
+    """The entries of a session that waits, tail first, and since when it does."""
+
+    __slots__ = ("entries", "left", "since")
+
+    def __init__(self, entries: list[E], since: float) -> None:
+        self.entries, self.since = entries, since
+        self.left = len(entries)
+        """The number of those that still wait."""
+
 
 class SessionAwarePolicy(Policy[E]):
-    """A policy, with these two queues before its own order. An entry in a queue stays in the policy too."""
+    """A policy, with what is known of sessions before it. An entry that leaves out of turn is in both."""
 
-    def __init__(self, policy: Policy[E]) -> None:
+    def __init__(self, policy: Policy[E], returns: ReturnTimes | None = None) -> None:
+        """`returns`: of the sessions that wait. Without it none does, and entries keep their times."""
         self._policy = policy
+        self._returns = returns
         self._over: OrderedDict[E, None] = OrderedDict()
-        self._waiting: OrderedDict[E, None] = OrderedDict()
+        self._waits: dict[E, _Wait[E]] = {}
+        self._ranking: list[tuple[float, _Wait[E]]] = []
+        """The waits with their expected rest, the longest rest first, as it was a moment ago. New ones are
+        last, with a rest of 0."""
+        self._ranked_at = float("-inf")
 
     def another(self) -> Self:
-        return type(self)(self._policy.another())
+        return type(self)(self._policy.another(), self._returns)
 
     def use(self, policy: Policy[E]) -> None:
-        """Order by another policy. It takes the present order as the order of arrival; the queues stay."""
+        """Order by another policy. It takes the present order as the order of arrival; what waits stays."""
         with closing(self._policy.order()) as order:
             policy.insert(*order)
         self._policy = policy
@@ -39,83 +110,82 @@ class SessionAwarePolicy(Policy[E]):
         self._forget(run)
         self._over.update(dict.fromkeys(run))
 
-    def evict_next(self, run: Iterable[E]) -> None:
-        """These are asked for late, tail first."""
-        run = list(run)
-        self._forget(run)
-        self._waiting.update(dict.fromkeys(reversed(run)))
+    def wait(self, run: Iterable[E], since: float) -> None:
+        """These are asked for when a person comes back, tail first."""
+        wait = _Wait(list(run), since)
+        self._forget(wait.entries)
+        self._waits.update(dict.fromkeys(wait.entries, wait))
+        self._ranking.append((0.0, wait))
 
     def _forget(self, entries: Iterable[E]) -> None:
-        over, waiting = self._over, self._waiting
+        over, waits = self._over, self._waits
         for entry in entries:
             over.pop(entry, None)
-            waiting.pop(entry, None)
+            if (wait := waits.pop(entry, None)) is not None:
+                wait.left -= 1
 
     def insert(self, *entries: E) -> None:
+        if self._returns is not None:
+            now = self._now()
+            for entry in entries:  # one that another process hands over has its time
+                entry.last_used_ns = entry.last_used_ns or now
         self._policy.insert(*entries)
 
     def touch(self, entries: Iterable[E]) -> None:
         """A request was made for them after all, so nothing is known any more."""
-        if self._over or self._waiting:
-            entries = list(entries)
-            self._forget(entries)
-        self._policy.touch(entries)
+        self._policy.touch(self._used(entries))
 
     def refresh(self, entries: Iterable[E]) -> None:
-        if self._over or self._waiting:
+        self._policy.refresh(self._used(entries))
+
+    def _used(self, entries: Iterable[E]) -> Iterable[E]:
+        if self._over or self._waits:
             entries = list(entries)
             self._forget(entries)
-        self._policy.refresh(entries)
+        if self._returns is not None:
+            entries, now = list(entries), self._now()
+            for entry in entries:
+                entry.last_used_ns = now
+        return entries
 
     def on_miss(self, keys: Sequence[bytes]) -> None:
         self._policy.on_miss(keys)
 
     def remove(self, entries: Sequence[E], evicted: bool) -> None:
-        if self._over or self._waiting:
+        if self._over or self._waits:
             self._forget(entries)
         self._policy.remove(entries, evicted)
 
     def order(self) -> Generator[E, None, None]:
-        """An entry of a queue comes a second time in the policy's order. The caller passes over it then."""
+        """An entry that leaves out of turn comes again in the policy's order. The caller passes over it."""
         yield from self._over
-        yield from reversed(self._waiting)
-        yield from self._policy.order()
+        with closing(self._policy.order()) as usual:
+            if self._waits:
+                oldest, now = next(usual, None), self._now()
+                for rest, wait in self._ranked():
+                    while oldest is not None and _LATER * (now - oldest.last_used_ns) >= 1e9 * rest:
+                        yield oldest
+                        oldest = next(usual, None)
+                    yield from (entry for entry in wait.entries if self._waits.get(entry) is wait)
+                yield from () if oldest is None else (oldest,)
+            yield from usual
+
+    def _now(self) -> int:
+        assert self._returns is not None
+        return int(1e9 * self._returns.clock())
+
+    def _ranked(self) -> list[tuple[float, _Wait[E]]]:
+        assert self._returns is not None
+        now = self._returns.clock()
+        if now - self._ranked_at >= _RANKED_FOR:
+            waits = [wait for _, wait in self._ranking if wait.left]
+            rests = [(self._returns.expected(now - wait.since), wait) for wait in waits]
+            self._ranking = sorted(rests, key=lambda each: -each[0])
+            self._ranked_at = now
+        return self._ranking
 
     def __len__(self) -> int:
         return len(self._policy)
 
     def __contains__(self, entry: E) -> bool:
         return entry in self._policy
-
-
-class ReturnTimes:
-    """After how long sessions came back that waited: numbers of returns, by powers of two of seconds."""
-
-    ENOUGH = 100
-    """The number of returns from which on they show how long a return can take."""
-    SHARE = 0.99
-    """The share of returns that come within `longest`, or within half of it."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, float] = {}
-        self._total = 0.0
-
-    def add(self, seconds: float) -> None:
-        octave = int(log2(max(1.0, seconds)))
-        self._counts[octave] = self._counts.get(octave, 0) + 1
-        self._total += 1
-        if self._total >= 10 * self.ENOUGH:  # old ones count less and less
-            self._counts = {each: count / 2 for each, count in self._counts.items()}
-            self._total /= 2
-
-    @property
-    def longest(self) -> float:
-        """The seconds after which hardly any session comes back. Infinite: not known yet."""
-        if self._total < self.ENOUGH:
-            return float("inf")
-        before = 0.0
-        for octave in sorted(self._counts):
-            before += self._counts[octave]
-            if before >= self.SHARE * self._total:
-                return float(4 << octave)  # twice the end of the octave
-        raise AssertionError("the shares of all octaves add up to one")

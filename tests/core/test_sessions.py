@@ -1,4 +1,4 @@
-"""Sessions in a cache: who has ended leaves first, who waits next, and a parent outlives its children."""
+"""Sessions in a cache: who ended leaves first, who waits long leaves early, parents outlive children."""
 
 from __future__ import annotations
 
@@ -96,16 +96,48 @@ def test_what_another_session_needs_stays_when_one_ends(cache):
     assert there(cache, one[3:]) < 4
 
 
-def test_who_waits_for_a_person_leaves_before_who_works_the_last_to_wait_first(cache):
+def come_back_after(cache: Cache, seconds: float) -> None:
+    """That is what sessions do."""
+    for _ in range(ReturnTimes.ENOUGH):
+        cache.sessions.returns.add(seconds)
+
+
+def test_who_waits_long_leaves_before_who_works(cache, time):
+    come_back_after(cache, 60)
     for name in ("one", "two", "three"):
         ask(cache, named(4, name), name)
     wait(cache, "one")
+    time.pass_by(5)
     wait(cache, "two")
+    time.pass_by(1)
     ask(cache, named(4, "new"), "four")
     assert [there(cache, named(4, name)) for name in ("one", "two", "three")] == [4, 0, 4]
     assert ask(cache, named(4, "one"), "one") == 4
+    time.pass_by(1)
     ask(cache, named(2, "newer"), "five")
     assert there(cache, named(4, "one")) == 4  # it works again
+
+
+def test_who_comes_back_soon_does_not_leave_early(cache, time):
+    """A hint never costs hits: the wait is shorter than the time since others asked."""
+    come_back_after(cache, 5)
+    for name in ("one", "two", "three"):
+        ask(cache, named(4, name), name)
+        time.pass_by(30)
+    ask(cache, named(4, "two"), "two")
+    wait(cache, "two")
+    time.pass_by(1)
+    ask(cache, named(4, "new"), "four")
+    assert there(cache, named(4, "two")) == 4
+
+
+def test_how_long_a_wait_takes_is_learned_from_returns(cache, time):
+    for _ in range(ReturnTimes.ENOUGH):
+        ask(cache, named(2, "one"), "one")
+        wait(cache, "one")
+        time.pass_by(50)
+    ask(cache, named(2, "one"), "one")
+    assert cache.sessions.returns.expected(0) == pytest.approx(50)
 
 
 def test_a_request_of_a_session_that_ended_begins_a_new_one(cache):
@@ -146,42 +178,6 @@ def test_generated_chunks_belong_to_the_session_too(cache):
     ask(cache, named(6, "three"), "three")
     assert there(cache, [*prompt, *named(2, "answer")]) == 0
     assert there(cache, named(6, "two")) == 6
-
-
-def test_who_comes_back_no_more_is_over(make, time):
-    cache = make(f"cpu://?capacity={12 * ROOM}&policy=lru")
-    for _ in range(ReturnTimes.ENOUGH):
-        ask(cache, named(2, "one"), "one")
-        wait(cache, "one")
-        time.pass_by(5)
-    ask(cache, named(2, "one"), "one")
-    wait(cache, "one")
-    time.pass_by(16)
-    cache.step()
-    assert cache.sessions.get(NO_TENANT, "one") is not None
-    time.pass_by(0.5)
-    cache.step()
-    assert cache.sessions.get(NO_TENANT, "one") is None
-
-
-def test_of_many_who_come_back_no_more_a_step_ends_some(make, time):
-    """Each end looks at all other sessions, and others have to get their turns."""
-    woken = []
-    cache = make(f"cpu://?capacity={12 * ROOM}&policy=lru")
-    cache._wake_owner = lambda: woken.append(len(cache.sessions.book))
-    for _ in range(ReturnTimes.ENOUGH):
-        cache.sessions.gaps.add(1)
-    for number in range(40):
-        ask(cache, named(1, "one"), f"session {number}")
-        wait(cache, f"session {number}")
-    time.pass_by(100)
-    left = []
-    while len(cache.sessions.book):
-        cache.step()
-        cache.check()
-        left.append(len(cache.sessions.book))
-    assert left == [24, 8, 0]
-    assert woken == [24, 8], "the next step comes at once"
 
 
 def test_hits_are_counted_for_the_session(cache):

@@ -163,6 +163,8 @@ class Eager(Aging["Chunk"]):
 
 
 class Chunk:
+    last_used_ns = 0
+
     def __init__(self, key: bytes, parent: Chunk | None) -> None:
         self.key = key
         self.parent = parent

@@ -1,8 +1,10 @@
-"""Entries whose future is known leave first, under any policy; the gaps of those that wait are learned."""
+"""Entries whose future is known leave out of turn, under any policy; how long waits last is learned."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmtier.rules.policy import POLICIES, make_policy
 from lmtier.rules.session_policy import ReturnTimes, SessionAwarePolicy
@@ -10,6 +12,7 @@ from lmtier.rules.session_policy import ReturnTimes, SessionAwarePolicy
 
 class Item:
     parent: Item | None = None
+    last_used_ns = 0
 
     def __init__(self, number: int) -> None:
         self.key = number.to_bytes(32)
@@ -18,9 +21,28 @@ class Item:
         return str(int.from_bytes(self.key))
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def returns(clock):
+    """Nothing is known yet."""
+    return ReturnTimes(clock)
+
+
 @pytest.fixture(params=sorted(POLICIES))
-def policy(request):
-    return SessionAwarePolicy(make_policy(request.param))
+def policy(request, returns):
+    return SessionAwarePolicy(make_policy(request.param), returns)
 
 
 def numbers(policy: SessionAwarePolicy[Item], items: list[Item]) -> list[int]:
@@ -28,17 +50,68 @@ def numbers(policy: SessionAwarePolicy[Item], items: list[Item]) -> list[int]:
     return [items.index(each) for each in dict.fromkeys(policy.order())]
 
 
-def test_what_is_over_leaves_first_then_what_waits_the_last_to_wait_first(policy):
+def come_back_after(returns: ReturnTimes, *seconds: float) -> None:
+    for _ in range(ReturnTimes.ENOUGH):
+        for each in seconds:
+            returns.add(each)
+
+
+def test_ended_entries_leave_before_waiting_ones(policy, clock, returns):
+    come_back_after(returns, 60)
     items = [Item(n) for n in range(8)]
     for each in items:
         policy.insert(each)
     usual = numbers(policy, items)
-    policy.evict_next([items[3], items[2]])  # tail first
-    policy.evict_next([items[5]])
+    policy.wait([items[3], items[2]], clock.now)  # tail first
     policy.evict_first([items[7], items[6]])
-    first = [7, 6, 5, 3, 2]
+    clock.now += 1
+    first = [7, 6, 3, 2]
     assert numbers(policy, items) == first + [each for each in usual if each not in first]
     assert len(policy) == 8
+
+
+def test_waits_of_unknown_length_change_nothing(policy, clock):
+    items = [Item(n) for n in range(8)]
+    for each in items:
+        policy.insert(each)
+    usual = numbers(policy, items)
+    policy.wait([items[3], items[2]], clock.now)
+    clock.now += 1
+    assert numbers(policy, items) == usual
+
+
+def test_a_wait_leaves_early_only_if_it_lasts(policy, clock, returns):
+    """The oldest entry was used 20 s ago: a return within 40 s is no later than its next use may be."""
+    items = [Item(n) for n in range(4)]
+    policy.insert(*items[:2])
+    clock.now += 20
+    policy.insert(*items[2:])
+    policy.wait([items[3], items[2]], clock.now)
+    come_back_after(returns, 30)
+    clock.now += 1
+    assert numbers(policy, items)[:2] == [0, 1]
+    come_back_after(returns, 300)
+    clock.now += 1
+    assert numbers(policy, items)[:2] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "first"),
+    [((50.0, 70.0), "the last to wait"), ((2.0, 8.0, 32.0, 128.0, 512.0, 2048.0), "the first to wait")],
+    ids=["alike", "unlike"],
+)
+def test_the_wait_that_lasts_longest_leaves_first(policy, clock, returns, gaps, first):
+    """Who waits a usual time is nearer to its end; where times differ widely, a long one goes on."""
+    come_back_after(returns, *gaps)
+    items = [Item(n) for n in range(3)]
+    policy.insert(*items)
+    policy.wait([items[1]], clock.now)
+    clock.now += 25
+    policy.touch([items[0]])
+    policy.refresh([items[2]])
+    policy.wait([items[2]], clock.now)
+    clock.now += 1
+    assert numbers(policy, items)[0] == (2 if first == "the last to wait" else 1)
 
 
 def test_a_request_for_a_foretold_entry_makes_it_as_good_as_any(policy):
@@ -46,7 +119,7 @@ def test_a_request_for_a_foretold_entry_makes_it_as_good_as_any(policy):
     for each in items:
         policy.insert(each)
     policy.evict_first([items[3]])
-    policy.evict_next([items[2]])
+    policy.wait([items[2]], 0.0)
     policy.touch([items[3], items[2]])
     assert numbers(policy, items)[:2] == [0, 1]
     policy.evict_first([items[2]])
@@ -58,27 +131,38 @@ def test_what_waits_can_end_and_what_left_is_forgotten(policy):
     items = [Item(n) for n in range(3)]
     for each in items:
         policy.insert(each)
-    policy.evict_next([items[2], items[1]])
+    policy.wait([items[2], items[1]], 0.0)
     policy.evict_first([items[2], items[1]])
     assert numbers(policy, items)[:2] == [2, 1]
     policy.remove([items[2], items[1]], evicted=True)
     assert list(policy.order()) == [items[0]]
 
 
-def test_gaps_know_nothing_until_enough_have_come_back():
-    gaps = ReturnTimes()
+def test_nothing_is_expected_before_enough_came_back(returns):
     for _ in range(ReturnTimes.ENOUGH - 1):
-        gaps.add(5)
-    assert gaps.longest == float("inf")
-    gaps.add(5)
-    assert gaps.longest == 16  # twice the end of the octave from 4 to 8 seconds
+        returns.add(5)
+    assert returns.expected(0) == 0
+    returns.add(5)
+    assert returns.expected(0) == 5
 
 
-def test_gaps_follow_what_sessions_do_now():
-    gaps = ReturnTimes()
-    for _ in range(ReturnTimes.ENOUGH):
-        gaps.add(1000)
-    assert gaps.longest == 2048
-    for _ in range(200 * ReturnTimes.ENOUGH):
-        gaps.add(2)
-    assert gaps.longest == 8
+def test_the_rest_of_a_wait_is_that_of_longer_waits(returns):
+    come_back_after(returns, 10, 1000)
+    assert returns.expected(0) == pytest.approx(505)
+    assert returns.expected(20) == pytest.approx(980)
+    assert returns.expected(5000) == 5000, "none took so long: it goes on for as long again"
+
+
+def test_what_is_expected_follows_what_sessions_do_now(returns):
+    come_back_after(returns, 1000)
+    for _ in range(20 * ReturnTimes.MEMORY):
+        returns.add(2)
+    assert returns.expected(0) == pytest.approx(2, rel=0.01)
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=ReturnTimes.ENOUGH, max_size=60), st.floats(0, 1e9))
+def test_what_is_expected_is_never_negative(gaps, waited):
+    returns = ReturnTimes(Clock())
+    for gap in gaps:
+        returns.add(gap)
+    assert 0 <= returns.expected(waited) <= 1e9 + waited

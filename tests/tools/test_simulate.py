@@ -6,26 +6,32 @@ import gzip
 import json
 import random
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError
 from lmtier.format.layout import form_of, stored_size
-from lmtier.rules.hints import END, Action
+from lmtier.rules.hints import END, WAIT, Action
 from lmtier.rules.policy import POLICIES
 from lmtier.testing import opaque_layout
 from lmtier.tools.cli import main
 from lmtier.tools.sim import report, synthetic, traces
+from lmtier.tools.sim.bound import most_hits, set_bounds
 from lmtier.tools.sim.replay import Hardware, ReplayResult, replay
 from lmtier.tools.sim.traces import Trace, TraceRequest
 
 CHUNK = 3 * 4096  # bytes, in the real cache of these tests
 TOKENS = 256
+RECORDED = Path(__file__).parents[1] / "traces" / "coding_agents.jsonl.gz"
 
 
 @pytest.fixture
@@ -58,6 +64,64 @@ def real_hits(trace: Trace, urls: list[str]) -> list[dict[str, int]]:
             assert cache.flush()
         cache.check()
     return found
+
+
+def recorded(hints: str, waits_alone: bool = False) -> Trace:
+    """Sessions of a coding agent; tests/traces/README.md names them."""
+    trace = traces.read(RECORDED).hinted(hints)
+    if not waits_alone:
+        return trace
+    waiting = [
+        request._replace(hints=tuple(Action(hint.id, WAIT) for hint in request.hints))
+        for request in trace.requests
+    ]
+    return replace(trace, requests=waiting)
+
+
+@pytest.mark.parametrize("gib", [20, 60, 125])
+def test_hints_never_cost_hits_of_recorded_agents(gib):
+    """Ends; waits too; and waits of agents that never say that they end, which wait at their end."""
+    ratios = [
+        replay(trace, [f"cpu://?capacity={gib}GiB"], chunk_tokens=2048, bytes_per_token=128 << 10).hit_ratio
+        for trace in (recorded("none"), recorded("ends"), recorded("waits"), recorded("waits", True))
+    ]
+    none, ends, waits, waits_alone = (100 * ratio for ratio in ratios)
+    assert ends >= none
+    assert waits >= ends - 0.05
+    assert waits_alone >= none - 0.3
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=7),
+    room=st.integers(1, 5),
+)
+def test_the_bound_is_what_the_best_choices_find(prompts, room):
+    """Of all choices of what to keep; a prompt is found up to its first missing chunk."""
+    chains = [[bytes(prompt[: depth + 1]) for depth in range(len(prompt))] for prompt in prompts]
+    best = {frozenset[bytes](): 0}
+    for chain in chains:
+        after: dict[frozenset[bytes], int] = {}
+        for kept, hits in best.items():
+            hits += next((depth for depth, key in enumerate(chain) if key not in kept), len(chain))
+            everything = kept | set(chain)
+            for choice in combinations(sorted(everything), min(room, len(everything))):
+                after[frozenset(choice)] = max(hits, after.get(frozenset(choice), 0))
+        best = after
+    assert most_hits(chains, room) == max(best.values())
+
+
+def test_no_cache_finds_more_than_the_bound(trace):
+    outcomes = [
+        replay(
+            trace, [f"cpu://?capacity={chunks * CHUNK}"], chunk_tokens=TOKENS, bytes_per_token=CHUNK / TOKENS
+        )
+        for chunks in (100, 700, 5000)
+    ]
+    set_bounds(outcomes, trace, TOKENS)
+    small, *_ = pairs = [(outcome.hit_ratio, outcome.bound or 0.0) for outcome in outcomes]
+    assert all(0 < found <= bound < 1 for found, bound in pairs)
+    assert small[0] < small[1]
+    assert "bound %" in report.report(outcomes)
 
 
 @pytest.mark.parametrize("write", ["always", "reused", "evicted", "auto", "auto&writes_per_day=1GiB"])

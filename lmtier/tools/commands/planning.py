@@ -137,6 +137,7 @@ def _check_price(args: Namespace) -> None:
 def _simulate(args: Namespace) -> Exit:
     from lmtier.tools import sizing
     from lmtier.tools.sim import report, synthetic, traces
+    from lmtier.tools.sim.bound import set_bounds
     from lmtier.tools.sim.replay import Hardware, replay
 
     configurations = report.variants(args.tier, args.policy, args.write)
@@ -184,6 +185,8 @@ def _simulate(args: Namespace) -> Exit:
                 outcome.hinted = hint_mode
                 outcomes.append(outcome)
                 progress.step(report.described(outcome.specs))
+    if not interruption.came:
+        set_bounds(outcomes, trace, chunk_tokens)
     if args.json:
         say(json.dumps([report.as_json(each, hardware, args.gpu_hour) for each in outcomes], indent=2))
     else:

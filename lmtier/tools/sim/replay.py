@@ -79,6 +79,10 @@ class ReplayResult:
     """Bytes read from each lower tier."""
     written: dict[str, int] = field(default_factory=dict)
     """Bytes written to each lower tier."""
+    room: int | None = None
+    """The number of chunks that all tiers hold together; None: one is unlimited."""
+    bound: float | None = None
+    """The hit ratio of a cache of this room that knows all requests beforehand; None: not computed."""
     ttft: list[float] = field(default_factory=list)
     """Expected seconds to the first token, in rising order."""
 
@@ -164,6 +168,9 @@ def replay(
         copies = GpuCopies(_chunks_of(gpu, padded(chunk_bytes)) * PAGE, gpu.policy)
     memory = EngineMemory(engine // chunk_bytes, engine_resets_every, copies)
     outcome = ReplayResult(requested_config.all_tiers, trace.seconds, bytes_per_token)
+    if all(spec.capacity is not None for spec in specs):
+        outcome.room = engine // chunk_bytes + sum(_chunks_of(spec, padded(chunk_bytes)) for spec in specs)
+        outcome.room += 0 if gpu is None else _chunks_of(gpu, padded(chunk_bytes))
     tiers_by_url = dict(zip(config.tiers[1:], tiers, strict=True))
     now = 0.0
     with collector_paused(), Cache(config, metrics=_quiet(), tiers=tiers_by_url, clock=lambda: now) as cache:

@@ -90,13 +90,15 @@ def report(outcomes: Sequence[ReplayResult]) -> str:
         "tiers",
         *(["hints"] if has_hints else []),
         "hit %",
+        *(["bound %"] if any(outcome.bound is not None for outcome in outcomes) else []),
         *(f"{label} %" for label in labels if len(labels) > 1),
         "tokens saved",
     ]
     for label in lower:
         headers += [f"{label} read", f"{label} written", f"{label} written/day"]
     headers += ["TTFT p50 ms", "p95", "p99"]
-    return table(headers, ([*_row(outcome, labels, lower, has_hints)] for outcome in outcomes))
+    has_bound = "bound %" in headers
+    return table(headers, ([*_row(outcome, labels, lower, has_hints, has_bound)] for outcome in outcomes))
 
 
 def comparison_text(outcomes: Sequence[ReplayResult], hardware: Hardware, price: float) -> str:
@@ -173,12 +175,14 @@ def _capacity(outcome: ReplayResult) -> int:
 
 
 def _row(
-    outcome: ReplayResult, labels: Sequence[str], lower: Sequence[str], has_hints: bool
+    outcome: ReplayResult, labels: Sequence[str], lower: Sequence[str], has_hints: bool, has_bound: bool
 ) -> Iterator[str]:
     yield described(outcome.specs)
     if has_hints:
         yield outcome.hinted
     yield f"{100 * outcome.hit_ratio:.2f}"
+    if has_bound:
+        yield "-" if outcome.bound is None else f"{100 * outcome.bound:.2f}"
     for label in labels if len(labels) > 1 else ():
         yield f"{100 * outcome.hits.get(label, 0) / max(1, outcome.tokens):.2f}"
     yield f"{outcome.tokens_not_computed:,}"
@@ -211,6 +215,7 @@ def as_json(outcome: ReplayResult, hardware: Hardware, price: float = 0.0) -> di
         "chunks": outcome.chunks,
         "tokens": outcome.tokens,
         "hit_ratio": outcome.hit_ratio,
+        "bound": outcome.bound,
         "hit_tokens": outcome.hits,
         "saved_tokens": outcome.saved,
         "read_bytes": outcome.read,
