@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 from lmtier import forks
@@ -426,38 +427,48 @@ class Cache:
         self._wake.clear()
 
     def clear_in_steps(
-        self, selector: Selector = EVERYTHING, *, force: bool = False
-    ) -> Generator[None, None, None]:
+        self,
+        selector: Selector = EVERYTHING,
+        *,
+        force: bool = False,
+        wipe: bool = False,
+        tiers: Sequence[LowerTier] | None = None,
+    ) -> Generator[tuple[str, int], None, None]:
         """Delete what `selector` covers except what is leased; with `force` that too: releases do no harm.
 
         Shared tiers are searched, and what is found is deleted for all users of the tier; until then this
         cache finds none of it there. Where headers decide, lower tiers read them one by one: lookups find
-        such chunks, but from the first step on none is loaded. `flush` waits for both. Between its small
-        steps the owner can serve others. If it is closed before its end, it still deletes in lower tiers.
+        such chunks, but from the first step on none is loaded. `flush` waits for both. `wipe`: overwrite the
+        bytes of chunks of the slab once they are free. `tiers`: delete in the slab and in these only.
+
+        It yields after each small step, so that the owner can serve others: a place, and how many chunks
+        have left it. If it is closed before its end, it still deletes everywhere.
         """
         if selector.needs_headers:
             selector = replace(selector, until=min(selector.until, now_ms()))
-        is_unused = self.lower.is_leased_only_by_writes if selector.needs_headers else _is_unleased
-        may_go = None if force else is_unused
-        places: list[Iterable[int]] = [self.memory.clear(selector, may_go)]
-        if selector.is_prefix:
-            places += (tier.clear(selector, force=force) for tier in self.lower.owned)
-        self._begin_clear(selector)
+        tiers = self.lower if tiers is None else tiers
+        owned = [tier for tier in tiers if tier in self.lower.owned and not selector.needs_headers]
+        rest = self._clear_once(selector, tiers, force, wipe, in_slab=not selector.needs_headers)
         try:
-            for place in places:
-                for _ in place:
-                    yield
+            yield from self._clear_once(selector, owned, force, wipe)
+            if wipe:  # in steps too: meanwhile a forgotten tenant is not found
+                yield from chain(rest)  # its close does not close `rest`
         finally:  # at once: what was stored again in the meantime; also if the one who asked has left
-            self._begin_clear(selector)
-            places = [self.memory.clear(selector, may_go)] if selector.is_prefix else []
-            for place in (*places, *(tier.clear(selector, force=force) for tier in self.lower)):
-                deque(place, 0)
+            deque(rest, 0)
 
     clear = at_once(clear_in_steps)
 
-    def _begin_clear(self, selector: Selector) -> None:
+    def _clear_once(
+        self, selector: Selector, tiers: Sequence[LowerTier], force: bool, wipe: bool, in_slab: bool = True
+    ) -> Iterator[tuple[str, int]]:
         for tier in self.lower:
             tier.begin_clear(selector)
+        is_unused = self.lower.is_leased_only_by_writes if selector.needs_headers else _is_unleased
+        for chunks in self.memory.clear(selector, None if force else is_unused, wipe=wipe) if in_slab else ():
+            yield CPU, chunks
+        for tier in tiers:
+            for chunks in tier.clear(selector, force=force):
+                yield tier.label, chunks
 
     def compared(self, chunks: int, differing: int) -> None:
         """Count the chunks whose fingerprints were compared after a load, and how many of them differed."""

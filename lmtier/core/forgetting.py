@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmtier.core.lower import LowerTier
-from lmtier.core.shared import SharedTier
+from lmtier.core.match import CPU
+from lmtier.core.owned import OwnedTier
 from lmtier.errors import LMTierError, MisuseError, audit, log, size_text
 from lmtier.format.keys import NO_TENANT, TENANT_BYTES, tenant_of
 from lmtier.format.objects import Selector
@@ -99,59 +100,33 @@ def forgetting(cache: Cache, tenant: bytes, patience: float, who: str) -> Steps:
     """Forget a tenant, in steps between which the owner may serve others.
 
     It yields True if the owner has to step the cache before it goes on. It waits at most `patience` seconds
-    until tiers know what they hold, and as long until they have deleted it. `who` asked for it, for the
-    audit. If it is closed before its end, the cache goes on by itself. Raises MisuseError.
+    until tiers know what they hold and have deleted it. `who` asked for it, for the audit. If it is closed
+    before its end, the cache goes on by itself. Raises MisuseError.
     """
     need_tenant(tenant)
     deadline = time.monotonic() + patience
-    report = TenantReport(tenant.hex())
+    report = _new_report((tenant,), cache.lower.ours)
     audit.info("lmtier: forget tenant %s, as %s asks", report.tenant, who)
     with cache.forgotten_tenants.in_hand(tenant) as stores:
         tombstones = (store.forgotten.get(tenant) for store in stores)
         report.since = max((tombstone.at for tombstone in tombstones if tombstone is not None), default=0)
         report.others_within = LEARNED_WITHIN if stores else None
-        for tier in cache.lower.ours:
-            keys = tier.tier.keys
-            sealed = NOT if keys is None else BY_TIER if keys.tenants is None else BY_TENANT
-            report.tiers.append(TierReport(tier.label, sealed))
         _destroy_keys(cache, tenant, report)
         generations = cache.forgotten_tenants.known((tenant,))
-        for notify in cache.followers.forgotten:
-            notify((tenant,))
-        yield from _leave_slab(cache, (tenant,), report)
-        while not cache.is_warm and time.monotonic() < deadline:
-            yield True  # a scan would bring its chunks back
-        yield from _leave_slab(cache, (tenant,), report)  # what was on its way up
-        deadline = time.monotonic() + patience
-        reports = {tier_report.tier: tier_report for tier_report in report.tiers}
-        for owned in cache.lower.owned:
-            reports[owned.label].chunks = 0
-        for tiers in (cache.lower.owned, cache.lower):
-            for tier in tiers:  # again, for what was stored meanwhile; and no other host brings it back
-                for deleted in tier.clear(Selector(tenants=frozenset((tenant,))), force=True):
-                    reports[tier.label].chunks = (reports[tier.label].chunks or 0) + deleted
-                    yield False
+        yield from _clear(cache, (tenant,), report)
         while time.monotonic() < deadline and any(
             _is_deletion_unfinished(tier, tenant) and not _is_hopeless(tier, tenant)
             for tier in cache.lower.ours
         ):
             yield True
         for tier, tier_report in zip(cache.lower.ours, report.tiers, strict=True):
-            if not tier.is_warm:
-                tier_report.problem = tier_report.problem or "what it holds is not known yet"
-            elif _is_deletion_unfinished(tier, tenant):
-                tier_report.problem = (
-                    tier_report.problem or f"not everything is deleted yet {tier.why_uncleared}".strip()
-                )
-        yield from _leave_slab(cache, (tenant,), report)  # what a tier gave before it had deleted it
-        is_storing = any(
-            tenant_of(entry.key) == tenant for tier in cache.lower for entry in tier.storing_entries
-        )
-        if not (is_storing or cache.forgotten_tenants.hears_of_others):  # otherwise `step` waits for that
-            cache.forgotten_tenants.have_left(generations)
-        yield from _wipe(cache, report)
-    report.in_use = sum(tenant_of(entry.key) == tenant for entry in cache.memory.to_wipe)
-    _audit(report)
+            if _is_deletion_unfinished(tier, tenant) and not tier_report.problem:
+                not_yet = f"not everything is deleted yet {tier.why_uncleared}".strip()
+                tier_report.problem = not_yet if tier.is_warm else "what it holds is not known yet"
+        yield from _clear(cache, (tenant,), report, ())  # what a tier gave before it had deleted it
+        if report.is_done and not cache.forgotten_tenants.hears_of_others:
+            cache.forgotten_tenants.have_left(generations)  # otherwise `step` sees to it
+        yield from _end(cache, (tenant,), report)
     return report
 
 
@@ -174,9 +149,9 @@ class ForgottenTenants:
         self._in_hand: set[bytes] = set()
         """Tenants whom `forgetting` takes care of."""
         self._steps: Generator[bool, None, None] | None = None
-        self.hears_of_others = any(not _seals_by_tenant(tier) for tier in cache.lower.shared)
+        self.hears_of_others = any(_sealed_by(tier) != BY_TENANT for tier in cache.lower.shared)
         """Whether a tier may give it what another server holds that has not read the tombstone yet."""
-        self._exposed = [tier for tier in cache.lower.owned if not _seals_by_tenant(tier)]
+        self._exposed = [tier for tier in cache.lower.owned if _sealed_by(tier) != BY_TENANT]
         """Tiers whose content from before can still be read."""
         if self._exposed:  # this server may not have run when a tenant was forgotten
             forgotten_tenants = {tenant for store in stores for tenant in store.forgotten}
@@ -197,6 +172,7 @@ class ForgottenTenants:
 
     def step(self) -> bool:
         """Go on. Returns whether the next step should follow at once."""
+        lower = self._cache.lower
         for i, store in enumerate(self._stores):
             if store.forgotten is not self._seen[i]:
                 self._seen[i] = store.forgotten
@@ -205,7 +181,9 @@ class ForgottenTenants:
             self._waiting = {tenant for tenant in self._waiting if self._is_here(tenant)}
             if new_tenants := self._waiting - self._in_hand:
                 self._waiting -= new_tenants
-                self._steps = self._leave(new_tenants, self._cache.lower.ours)
+                # Who wrote the tombstone searches shared tiers; what is sealed there cannot be read.
+                left_to_others = {tier for tier in lower.shared if _sealed_by(tier) == BY_TENANT}
+                self._steps = self._leave(new_tenants, [t for t in lower.ours if t not in left_to_others])
         if self._steps is None:
             return False
         must_wait = next(self._steps, None)
@@ -215,34 +193,20 @@ class ForgottenTenants:
 
     def _leave(self, tenants: set[bytes], tiers: Sequence[LowerTier]) -> Generator[bool, None, None]:
         """They leave the slab and these tiers."""
-        cache, report = self._cache, TenantReport(" ".join(sorted(tenant.hex() for tenant in tenants)))
+        cache, report = self._cache, _new_report(tenants, tiers)
         generations, began_at = self.known(tenants), time.monotonic()
         audit.info("lmtier: %s: forgotten, says the store of keys", report.tenant)
-        for notify in cache.followers.forgotten:
-            notify(tenants)
-        yield from _leave_slab(cache, tenants, report)
-        while any(tier in tiers and not tier.is_warm for tier in self._exposed):
-            yield True
-        for tier in tiers:
-            if isinstance(tier, SharedTier) and _seals_by_tenant(tier):
-                tier.doubt_all()  # who wrote the tombstone searches it, and its objects cannot be read
-                continue
-            tier_report = TierReport(tier.label, BY_TENANT if _seals_by_tenant(tier) else NOT)
-            report.tiers.append(tier_report)
-            for deleted_chunks in tier.clear(Selector(tenants=frozenset(tenants)), force=True):
-                tier_report.chunks = (tier_report.chunks or 0) + deleted_chunks
-                yield False
+        yield from _clear(cache, tenants, report, tiers)
         while self.hears_of_others and time.monotonic() < began_at + LEARNED_WITHIN:
             yield True
-        yield from _leave_slab(cache, tenants, report)  # what was on its way up
+        yield from _clear(cache, tenants, report, ())  # what was on its way up
         writes_from_before = {
             entry for tier in cache.lower for entry in tier.storing_entries if tenant_of(entry.key) in tenants
         }
         while any(not writes_from_before.isdisjoint(tier.storing_entries) for tier in cache.lower):
             yield True
         self.have_left(generations)
-        yield from _wipe(cache, report)
-        _audit(report)
+        yield from _end(cache, tenants, report)
 
     @contextmanager
     def in_hand(self, tenant: bytes) -> Iterator[list[TenantKeys]]:
@@ -285,8 +249,17 @@ class ForgottenTenants:
         self._steps = None
 
 
-def _seals_by_tenant(tier: LowerTier) -> bool:
-    return tier.tier.keys is not None and tier.tier.keys.tenants is not None
+def _sealed_by(tier: LowerTier) -> str:
+    keys = tier.tier.keys
+    return NOT if keys is None else BY_TIER if keys.tenants is None else BY_TENANT
+
+
+def _new_report(tenants: Collection[bytes], tiers: Sequence[LowerTier]) -> TenantReport:
+    report = TenantReport(" ".join(sorted(tenant.hex() for tenant in tenants)))
+    for tier in tiers:
+        is_counted = isinstance(tier, OwnedTier) and tier.is_warm
+        report.tiers.append(TierReport(tier.label, _sealed_by(tier), 0 if is_counted else None))
+    return report
 
 
 def _destroy_keys(cache: Cache, tenant: bytes, report: TenantReport) -> None:
@@ -305,21 +278,25 @@ def _destroy_keys(cache: Cache, tenant: bytes, report: TenantReport) -> None:
                 tier_report.problem = str(error)
 
 
-def _leave_slab(
-    cache: Cache, tenants: Collection[bytes], report: TenantReport
+def _clear(
+    cache: Cache, tenants: Collection[bytes], report: TenantReport, tiers: Sequence[LowerTier] | None = None
 ) -> Generator[bool, None, None]:
-    for chunks in cache.memory.clear(Selector(tenants=frozenset(tenants)), wipe=True):
-        report.chunks += chunks
+    for notify in cache.followers.forgotten:
+        notify(tenants)
+    selector = Selector(tenants=frozenset(tenants))
+    tier_reports = {tier_report.tier: tier_report for tier_report in report.tiers}
+    for place, chunks in cache.clear_in_steps(selector, force=True, wipe=True, tiers=tiers):
+        report.chunks += chunks if place == CPU else 0
+        if (tier_report := tier_reports.get(place)) is not None:
+            tier_report.chunks = (tier_report.chunks or 0) + chunks
         yield False
 
 
-def _wipe(cache: Cache, report: TenantReport) -> Generator[bool, None, None]:
+def _end(cache: Cache, tenants: Collection[bytes], report: TenantReport) -> Generator[bool, None, None]:
     for nbytes in cache.slab.wipe_free():
         report.overwritten += nbytes
         yield False
-
-
-def _audit(report: TenantReport) -> None:
+    report.in_use = sum(tenant_of(entry.key) in tenants for entry in cache.memory.to_wipe)
     audit.info(
         "lmtier: tenant %s: cpu: %d chunks deleted, %d in use, %s overwritten",
         *(report.tenant, report.chunks, report.in_use, size_text(report.overwritten)),

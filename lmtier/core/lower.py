@@ -531,6 +531,7 @@ class LowerTier(ABC):
 
     def begin_clear(self, selector: Selector) -> None:
         """`clear` follows. From now on no chunk is loaded that is covered by its header."""
+        self._writes.forget_missing()
         self._writes.unlease_queued(selector)
         if selector.needs_headers:
             self._block_loads(selector)

@@ -60,7 +60,7 @@ class OwnedTier(LowerTier):
         self._found = 0
         """Bytes that the scan found. They exceed the capacity if a user has reduced it."""
         self._deleted_before_scan: set[bytes] = set()
-        self._prefixes_cleared_before_scan: tuple[bytes, ...] = ()
+        self._cleared_before_scan: list[Selector] = []
         """Deleted before the scan was done. It finds their parts, which stay in the storage until then."""
         self._unreadable: dict[bytes, Entry] = {}
         """Chunks that cannot be read: their key is not known, or the storage failed twice while others were
@@ -132,7 +132,8 @@ class OwnedTier(LowerTier):
         return (key in self._busy_keys and key not in self.index) or self._was_deleted_before_scan(key)
 
     def _was_deleted_before_scan(self, key: bytes) -> bool:
-        return key in self._deleted_before_scan or key.startswith(self._prefixes_cleared_before_scan)
+        cleared = self._cleared_before_scan
+        return key in self._deleted_before_scan or any(each.concerns(key) for each in cleared)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         if len(self.index):
@@ -151,7 +152,7 @@ class OwnedTier(LowerTier):
     @property
     def backlog(self) -> int:
         unfinished_search = len(self._searches) + len(self._unread) + self._reading + self._unsearched
-        deleted = len(self._deleted_before_scan) + len(self._prefixes_cleared_before_scan)
+        deleted = len(self._deleted_before_scan) + len(self._cleared_before_scan)
         return super().backlog + deleted + unfinished_search
 
     @property
@@ -161,7 +162,7 @@ class OwnedTier(LowerTier):
     @property
     def is_clear_done(self) -> bool:
         unfinished_search = self._searches or self._unread or self._reading or self._unsearched
-        return not (self._prefixes_cleared_before_scan or unfinished_search)
+        return not (self._cleared_before_scan or unfinished_search)
 
     @property
     def _unsearched(self) -> int:
@@ -502,7 +503,6 @@ class OwnedTier(LowerTier):
             self._delete(names_of(entry), entry.nbytes)
 
     def clear(self, selector: Selector, *, force: bool) -> Iterator[int]:
-        self._writes.forget_missing()
         if selector.needs_headers:
             self._block_loads(selector)
             self._search(selector)
@@ -514,9 +514,8 @@ class OwnedTier(LowerTier):
             for entry in leaving:
                 self.discard(entry.key, (), CLEARED)
             yield len(leaving)
-        is_new = selector.prefix not in self._prefixes_cleared_before_scan
-        if selector.is_prefix and is_new and not self.is_warm:
-            self._prefixes_cleared_before_scan += (selector.prefix,)
+        if not self.is_warm and selector not in self._cleared_before_scan:
+            self._cleared_before_scan.append(selector)
 
     def _search(self, suspect: Selector) -> None:
         self._searches.append((suspect, iter(self.index.entries())))
@@ -596,7 +595,7 @@ class OwnedTier(LowerTier):
                 self._metrics.evictions.labels(self.label, "capacity").inc()
                 self._delete(names_of(victim), victim.nbytes)
         self._deleted_before_scan.clear()
-        self._prefixes_cleared_before_scan = ()
+        self._cleared_before_scan.clear()
         self.is_warm = True
         for suspect in self._suspects:  # of a clear that came before the scan was done
             self._search(suspect)

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def at_once(in_steps: Callable[P, Generator[None, None, R]]) -> Callable[P, R]:
+def at_once(in_steps: Callable[P, Generator[object, None, R]]) -> Callable[P, R]:
     """The same without steps."""
 
     @wraps(in_steps)

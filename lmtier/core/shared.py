@@ -255,10 +255,13 @@ class SharedTier(LowerTier):
         for key in {name.key for name in names} & self._delete_after_job.keys() - self._busy_keys:
             self._delete(sorted(self._delete_after_job.pop(key)))
 
+    def begin_clear(self, selector: Selector) -> None:
+        super().begin_clear(selector)
+        self._assumed_stored.clear()  # to find those that are covered takes longer than to write some twice
+
     def clear(self, selector: Selector, *, force: bool) -> Iterable[int]:
         """From now on this cache finds none of them. A failed clear is repeated until it is done or this
         process ends."""
-        self.doubt_all()  # to find those that are covered takes longer than to write some twice
         if selector.is_prefix:
             if selector.prefix not in self._clear_queue[self._is_clearing :]:
                 self._clear_queue += (selector.prefix,)
@@ -295,11 +298,6 @@ class SharedTier(LowerTier):
         # Other writes must not wait behind writes that may wait for ever.
         for key in self._writes.under(self._clear_queue):
             self._drop(self._writes.give_up(key), "cleared")
-
-    def doubt_all(self) -> None:
-        """Objects are deleted here: rely no longer on what was seen."""
-        self._writes.forget_missing()
-        self._assumed_stored.clear()
 
     def _search_next(self) -> None:
         search = next(iter(self._search_queue), None)

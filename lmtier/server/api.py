@@ -285,7 +285,7 @@ class Api:
         if full_tiers := [tier.label for tier in self._cache.lower if tier.pending_clears >= MAX_CLEARINGS]:
             raise Refused(f"TRYAGAIN tier {full_tiers[0]} has {MAX_CLEARINGS} clears to do; try again later")
 
-    def _clearing(self, steps: Iterator[None], seconds: float | None) -> PendingAnswer:
+    def _clearing(self, steps: Iterator[object], seconds: float | None) -> PendingAnswer:
         """Clear, and wait until all is deleted, but not for a tier that fails."""
         tiers, until = self._cache.lower, _until(seconds or 0.0)
         for _ in steps:

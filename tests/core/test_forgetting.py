@@ -18,6 +18,7 @@ from lmtier.core.match import EntryState
 from lmtier.errors import MisuseError
 from lmtier.format.keys import NO_TENANT, tenant, tenant_of
 from lmtier.format.layout import Layout, Name, form_of
+from lmtier.format.objects import Selector
 from lmtier.observe.prompts import Origin, Prompts
 from lmtier.server.engines import EngineVerbs
 from lmtier.testing import Gate, MemoryTier, SlowTier
@@ -233,6 +234,20 @@ def test_a_tier_whose_content_is_not_known_yet_is_waited_for(tmp_path):
         cache.check()
 
 
+def test_a_tenant_cleared_before_the_scan_does_not_come_with_it():
+    url, gate, inner = "memory://?capacity=1MiB", Gate(), MemoryTier()
+    with cache_over(url, tiers={url: MemoryTier(inner.objects)}) as cache:
+        save(cache, keys(A, 2))
+        save(cache, keys(B, 2))
+    gate.hold()
+    with cache_over(url, tiers={url: SlowTier(inner, gate)}, wait_until_warm=False) as cache:
+        cache.clear(Selector(tenants=frozenset((A,))), force=True)
+        gate.open()
+        assert cache.flush()
+        assert {name.key for name in inner.objects} == set(keys(B, 2))
+        cache.check()
+
+
 def test_a_store_that_was_on_its_way_leaves_nothing_readable(tmp_path):
     """It gets a new key after the first was destroyed. That key goes too."""
     gate, ring = Gate(), keyring(1, tenants=str(tmp_path / "tenants"))
@@ -409,6 +424,22 @@ def test_what_the_process_before_had_not_dropped_is_not_found_in_the_one_that_ta
             assert not of_memory(after, A)
             save(after, keys(A, 2))
             assert found(after, keys(A, 2)) == ["cpu"] * 2
+
+
+def test_the_audit_says_what_is_read_of_a_tenant_forgotten_elsewhere(tmp_path, caplog):
+    near, ring = MemoryTier(), keyring(1, tenants=str(tmp_path))
+    near.use_keys(ring)
+    with cache_over(SEALED, tiers={SEALED: near}) as cache, caplog.at_level(logging.INFO, "lmtier.audit"):
+        save(cache, keys(A, 2))
+        match = cache.match(keys(A, 2), FORM)
+        keyring(1, tenants=str(tmp_path)).tenants.forget(A)  # type: ignore[union-attr]  # it has some
+        assert ring.tenants is not None
+        assert ring.tenants.read_tombstones()
+        while cache.forgotten_tenants.step():
+            pass
+        assert f"lmtier: tenant {A.hex()}: cpu: 2 chunks deleted, 2 in use, " in caplog.text
+        cache.release(match)
+        assert not of_memory(cache, A)
 
 
 def test_another_server_gets_nothing_of_a_tenant_who_leaves(tmp_path):

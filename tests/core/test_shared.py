@@ -495,6 +495,7 @@ def test_a_suspect_that_is_found_while_it_is_searched_for_is_not_taken_to_be_the
     store(cache, of(M, 1))
     settle(cache, tier)
     (shared,), (entry,) = cache.lower.shared, cache.index.entries()
+    shared.begin_clear(Selector(since=1))
     shared.clear(Selector(since=1), force=False)
     match = cache.match(of(M, 2), ONE)
     (lookup,) = (number for number, job in enumerate(tier.waiting) if job.op is Op.LOOKUP)
