@@ -27,11 +27,11 @@ from lmtier.core.index import Index, no_record
 from lmtier.core.load_decider import LoadDecider
 from lmtier.core.lower import CacheContext, LowerTier
 from lmtier.core.lower_tiers import LowerTiers
-from lmtier.core.match import CPU, DIFFERED, Entry, EntryState, Lookup, check_chain
+from lmtier.core.match import CPU, DELETED, DIFFERED, Entry, EntryState, Lookup, check_chain
 from lmtier.core.matches import Matches
 from lmtier.core.memory import MemoryPlace
-from lmtier.core.owned import OwnedTier
 from lmtier.core.pinning import NamedPins
+from lmtier.core.place import IndexedPlace, Place
 from lmtier.core.presence import Presence
 from lmtier.core.reservations import Reservations, at_once
 from lmtier.core.sessions import AgentSessions
@@ -117,7 +117,8 @@ class Cache:
         """The indexes of the slab and of owned tiers, by label."""
         self.lower = LowerTiers()
         self._gauges = CacheMetrics(self.metrics, self.indexes, self.lower, self.chunk_tokens)
-        self.memory = MemoryPlace(self.slab, self.index, self.metrics, self._gauges.evict, clock, cpu.ttl)
+        leaving = self._gauges.evict, self.lower.is_leased_only_by_writes
+        self.memory = MemoryPlace(self.slab, self.index, self.metrics, *leaving, clock, cpu.ttl)
         context = CacheContext(
             slab=self.index,
             view=self.slab.view,
@@ -344,7 +345,7 @@ class Cache:
         for resized, capacity in _resize(places):  # capacities first: only they may be refused
             self.outlook.resize(resized.index.label, capacity)
         for old, new, place in places:
-            if isinstance(place, MemoryPlace | OwnedTier) and old.policy != new.policy:
+            if isinstance(place, IndexedPlace) and old.policy != new.policy:
                 place.index.use(make_policy(new.policy))
             if old.ttl != new.ttl:
                 place.set_ttl(new.ttl)
@@ -431,15 +432,14 @@ class Cache:
         selector: Selector = EVERYTHING,
         *,
         force: bool = False,
-        wipe: bool = False,
         tiers: Sequence[LowerTier] | None = None,
     ) -> Generator[tuple[str, int], None, None]:
-        """Delete what `selector` covers except what is leased; with `force` that too: releases do no harm.
+        """Delete what `selector` covers except what is in use; with `force` that too: releases do no harm.
 
         Shared tiers are searched, and what is found is deleted for all users of the tier; until then this
         cache finds none of it there. Where headers decide, lower tiers read them one by one: lookups find
-        such chunks, but from the first step on none is loaded. `flush` waits for both. `wipe`: overwrite the
-        bytes of chunks of the slab once they are free. `tiers`: delete in the slab and in these only.
+        such chunks, but from the first step on none is loaded. `flush` waits for both. What tenants leave in
+        the slab is overwritten. `tiers`: delete in the slab and in these only.
 
         It yields after each small step, so that the owner can serve others: a place, and how many chunks
         have left it. If it is closed before its end, it still deletes everywhere.
@@ -447,45 +447,40 @@ class Cache:
         if selector.needs_headers:
             selector = replace(selector, until=min(selector.until, now_ms()))
         tiers = self.lower if tiers is None else tiers
-        owned = [tier for tier in tiers if tier in self.lower.owned and not selector.needs_headers]
-        rest = self._clear_once(selector, tiers, force, wipe, in_slab=not selector.needs_headers)
+        by_keys = [] if selector.needs_headers else [self.memory]
+        owned = [tier for tier in tiers if tier in self.lower.owned and by_keys]
+        rest = self._clear_once(selector, force, *by_keys, *tiers)
         try:
-            yield from self._clear_once(selector, owned, force, wipe)
-            if wipe:  # in steps too: meanwhile a forgotten tenant is not found
+            yield from self._clear_once(selector, force, self.memory, *owned)
+            if selector.tenants:  # in steps too: meanwhile a forgotten tenant is not found
                 yield from chain(rest)  # its close does not close `rest`
         finally:  # at once: what was stored again in the meantime; also if the one who asked has left
             deque(rest, 0)
 
     clear = at_once(clear_in_steps)
 
-    def _clear_once(
-        self, selector: Selector, tiers: Sequence[LowerTier], force: bool, wipe: bool, in_slab: bool = True
-    ) -> Iterator[tuple[str, int]]:
-        for tier in self.lower:
-            tier.begin_clear(selector)
-        is_unused = self.lower.is_leased_only_by_writes if selector.needs_headers else _is_unleased
-        for chunks in self.memory.clear(selector, None if force else is_unused, wipe=wipe) if in_slab else ():
-            yield CPU, chunks
-        for tier in tiers:
-            for chunks in tier.clear(selector, force=force):
-                yield tier.label, chunks
+    def _clear_once(self, selector: Selector, force: bool, *places: Place) -> Iterator[tuple[str, int]]:
+        for place in (self.memory, *self.lower):
+            place.begin_clear(selector)
+        for place in places:
+            for chunks in place.clear(selector, force=force):
+                yield place.label, chunks
 
     def compared(self, chunks: int, differing: int) -> None:
         """Count the chunks whose fingerprints were compared after a load, and how many of them differed."""
         self.metrics.verified.inc(chunks)
         self.metrics.verify_failures.inc(differing)
 
-    def discard(self, key: bytes, *forms: ChunkForm) -> None:
-        """Delete a chunk in every tier, because its content cannot be trusted. Leases on it stay.
+    def discard(self, key: bytes, *forms: ChunkForm, why: str = DIFFERED) -> None:
+        """Delete a chunk in every tier: its content cannot be trusted. Leases on it stay.
 
-        `forms`: those in which tiers that must be asked may have it.
+        `forms`: those in which tiers that must be asked may have it. Of a named value, when not
+        `may_come_back`, it is gone permanently.
         """
-        entry = self.index.get(key)
-        if entry is not None:
-            self.memory.take_out(entry, DIFFERED)
+        if (entry := self.index.get(key)) is not None:
             forms = (*forms, entry.form)
-        for tier in self.lower:
-            tier.discard(key, dict.fromkeys(forms), DIFFERED)
+        for place in (self.memory, *self.lower):
+            place.discard(key, dict.fromkeys(forms), why)
 
     # ---- lifetimes
 
@@ -500,7 +495,7 @@ class Cache:
 
     def _come_down(self) -> None:
         """Evict what is above capacities that have become smaller; the next step continues."""
-        places: list[MemoryPlace | OwnedTier] = [self.memory, *self.lower.owned]
+        places: list[IndexedPlace] = [self.memory, *self.lower.owned]
         for place in places:
             if place.index.capacity != place.index.target:
                 used_before = place.index.used
@@ -537,13 +532,6 @@ class Cache:
 
     # ---- named values: chunks that may be replaced
 
-    def delete_value(self, key: bytes, form: ChunkForm) -> None:
-        """Delete the value under `key` in every tier. When not `may_come_back`, it is gone permanently."""
-        if (entry := self.index.get(key)) is not None:
-            self.memory.take_out(entry)
-        for tier in self.lower.owned:  # shared tiers never got it
-            tier.discard(key, (form,))
-
     def commit_value(self, grant: Grant, key: bytes, mark: bytes) -> None:
         """Commit the one chunk of `grant`, which was reserved under a temporary key, under `key`.
 
@@ -551,11 +539,10 @@ class Cache:
         """
         (entry,) = self.reservations.open[grant.id].entries.values()
         if entry.state is EntryState.GONE:  # a clear with `force`: as if it had been stored before that
-            self.delete_value(key, grant.form)
+            self.discard(key, why=DELETED)
             self.commit(grant)
             return
-        if (old_entry := self.index.get(key)) is not None:
-            self.memory.take_out(old_entry)
+        self.memory.discard(key)
         with self.lower.replacing(key):
             self.index.rekey(entry, key)
             self.commit(grant, marks={0: mark})
@@ -666,10 +653,6 @@ class Cache:
             tier.check()
 
 
-def _is_unleased(entry: Entry) -> bool:
-    return not entry.leases
-
-
 def _check_change(before: Config, after: Config) -> None:
     """Raises MisuseError if they differ in what cannot change."""
     if len(before.cache_tiers) != len(after.cache_tiers):
@@ -682,13 +665,13 @@ def _check_change(before: Config, after: Config) -> None:
 
 
 def _resize(
-    places: Sequence[tuple[TierSpec, TierSpec, MemoryPlace | LowerTier]],
-) -> list[tuple[MemoryPlace | OwnedTier, int]]:
+    places: Sequence[tuple[TierSpec, TierSpec, Place]],
+) -> list[tuple[IndexedPlace, int]]:
     """Change all capacities that differ, or none. Raises MisuseError."""
     resizable = [
         (place, new.capacity)
         for old, new, place in places
-        if isinstance(place, MemoryPlace | OwnedTier) and new.capacity and old.capacity != new.capacity
+        if isinstance(place, IndexedPlace) and new.capacity and old.capacity != new.capacity
     ]
     for place, capacity in resizable:
         place.need_fits(capacity)

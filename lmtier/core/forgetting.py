@@ -285,7 +285,7 @@ def _clear(
         notify(tenants)
     selector = Selector(tenants=frozenset(tenants))
     tier_reports = {tier_report.tier: tier_report for tier_report in report.tiers}
-    for place, chunks in cache.clear_in_steps(selector, force=True, wipe=True, tiers=tiers):
+    for place, chunks in cache.clear_in_steps(selector, force=True, tiers=tiers):
         report.chunks += chunks if place == CPU else 0
         if (tier_report := tier_reports.get(place)) is not None:
             tier_report.chunks = (tier_report.chunks or 0) + chunks

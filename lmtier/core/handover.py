@@ -229,7 +229,7 @@ class Handover:
                     if (queued_value := queued_entry or tier.index.get(key)) is not None:
                         tier.write_on(queued_value)
                     elif not tier.is_warm:  # the scan may find a copy
-                        tier.discard(key, ())
+                        tier.discard(key)
                 elif queued_entry is not None:
                     tier.queue_write(queued_entry)
         # Last, so that nothing is pinned before it is known what was. Those of hints first: all pins together

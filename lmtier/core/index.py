@@ -13,12 +13,11 @@ which is O(victims × pools + skipped entries).
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import closing
 from heapq import merge
-from itertools import groupby, islice
+from itertools import groupby
 from typing import NamedTuple
 
 from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, EntryState
@@ -27,7 +26,7 @@ from lmtier.errors import MisuseError, size_text
 from lmtier.format.layout import ChunkForm
 from lmtier.observe.follower import CacheObservers
 from lmtier.rules.fullness import UNBOUNDED
-from lmtier.rules.lifetimes import FOREVER, Expiries
+from lmtier.rules.lifetimes import Expiries
 from lmtier.rules.policy import Keyed, Policy
 from lmtier.rules.session_policy import ReturnTimes, SessionAwarePolicy
 from lmtier.rules.shares import Pool, Pools, Share
@@ -45,37 +44,6 @@ class Occupancy(NamedTuple):
 
 PINS_DIVISOR, HINT_PINS_DIVISOR = 2, 4
 """The part of a place that pins may take: a half, and a quarter for those of hints."""
-_AT_ONCE = 64  # the most entries that leave together because a place became smaller, or they expired
-
-
-def evictions(index: Index, until: float) -> Iterator[list[Entry]]:
-    """Evict what is above the target of `index`, in parts, until a time.monotonic() or until it is done.
-
-    One part is evicted also when that time has passed, because a step that was interrupted must progress.
-    """
-    while (surplus := index.surplus) > 0:
-        largest_bytes = max((entry.nbytes for entry in islice(index.entries_now(), _AT_ONCE)), default=0)
-        victims = index.evict(min(surplus, _AT_ONCE * largest_bytes)) or index.evict(1)
-        if not victims:  # what is left has children that are in use
-            break
-        yield victims
-        if time.monotonic() >= until:
-            break
-    index.come_down()
-
-
-def expire(index: Index, now: float, take_out: Callable[[Entry], None]) -> bool:
-    """Take out some of the expired entries. Returns whether there may be more."""
-    expired = index.expiries.expired(now, _AT_ONCE)
-    for entry in expired:
-        take_out(entry)
-    return len(expired) == _AT_ONCE
-
-
-def limit(index: Index, end: float) -> None:
-    """No entry may be served after `end`."""
-    for entry in index.entries() if end < FOREVER else ():
-        index.expiries.set(entry, min(end, index.expiries.expiry(entry)))
 
 
 def _follows(descendant: Entry | None, ancestor: Entry) -> bool:
@@ -371,12 +339,8 @@ class Index:
                 self.pools.of(entry.key).count(-entry.nbytes if is_gone else 0, -entry.nbytes)
         return gone
 
-    def remove(self, entry: Entry, why: str = DELETED) -> bool:
-        """Remove the entry, so that no lookup finds it. True: it has no lease, so its room is free now."""
-        self._take_out([entry], why)
-        return not entry.leases
-
-    def _take_out(self, entries: Sequence[Entry], why: str) -> None:
+    def remove(self, *entries: Entry, why: str = DELETED) -> list[Entry]:
+        """Remove them, so that no lookup finds them. Returns those without a lease: their room is free."""
         is_eviction = why == EVICTED
         for entry in entries if self.pinned else ():
             self.unpin(entry)
@@ -414,6 +378,7 @@ class Index:
             self._ghosts.popitem(last=False)
         if self.records:
             self.records.difference_update(keys)
+        return [entry for entry in entries if not entry.leases]
 
     def touch(self, run: Sequence[Entry]) -> None:
         """A new request used this prefix. `run` is given head first."""
@@ -518,8 +483,7 @@ class Index:
             self.release(keep)
         if freed < need:
             return None
-        self._take_out(victims, EVICTED)
-        return victims
+        return self.remove(*victims, why=EVICTED)
 
     def occupancy(self, leaving: int = 0) -> Occupancy:
         """`leaving`: bytes that have left the index, but whose deletion is not confirmed yet."""

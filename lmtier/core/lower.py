@@ -8,7 +8,7 @@ thread.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from typing import NamedTuple, TypeAlias
 from lmtier.config import TierSpec
 from lmtier.core.index import Index, Occupancy
 from lmtier.core.jobs import Jobs
-from lmtier.core.match import DELETED, EVICTED, EXPIRED, Entry, EntryState
+from lmtier.core.match import EVICTED, EXPIRED, Entry, EntryState
+from lmtier.core.place import Place
 from lmtier.core.write_queue import WriteQueue
 from lmtier.errors import log
 from lmtier.format.compression import RAW
@@ -85,7 +86,7 @@ class WriteDeferral(Enum):
     """This chunk waits, or is not written at all. The next one may be written."""
 
 
-class LowerTier(ABC):
+class LowerTier(Place):
     """The base of OwnedTier and SharedTier."""
 
     def __init__(self, label: str, spec: TierSpec, tier: Tier, context: CacheContext) -> None:
@@ -164,14 +165,6 @@ class LowerTier(ABC):
     @abstractmethod
     def touch(self, keys: Sequence[bytes]) -> None:
         """A request asked for these chunks. Mark them as used."""
-
-    @abstractmethod
-    def expire(self) -> bool:
-        """Delete some expired chunks. Returns whether there may be more."""
-
-    def set_ttl(self, ttl: float) -> None:
-        """From now on the tier may serve a chunk for so many seconds."""
-        self.ttl = ttl
 
     def is_stored_or_queued(self, key: bytes, form: ChunkForm) -> bool:
         """Whether the chunk is stored, being written, or waiting to be written, in a form that serves
@@ -514,23 +507,7 @@ class LowerTier(ABC):
 
     # ---- deleting
 
-    @abstractmethod
-    def discard(self, key: bytes, forms: Iterable[ChunkForm], why: str = DELETED) -> None:
-        """Delete one chunk: now, or when the job that writes or reads it is done.
-
-        A tier that does not know in which form it holds the chunk deletes it in each of `forms`.
-        """
-
-    @abstractmethod
-    def clear(self, selector: Selector, *, force: bool) -> Iterable[int]:
-        """Delete what `selector` covers, in small steps: how many chunks in each, if that is known.
-
-        It keeps what is leased here, except with `force`. Where headers decide they must be read first; until
-        then nothing that it covers is loaded.
-        """
-
     def begin_clear(self, selector: Selector) -> None:
-        """`clear` follows. From now on no chunk is loaded that is covered by its header."""
         self._writes.forget_missing()
         self._writes.unlease_queued(selector)
         if selector.needs_headers:

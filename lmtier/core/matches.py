@@ -207,8 +207,7 @@ class Matches:
         """A tier that can supply the state after so many chunks; empty: none is known."""
         key, form = _state_of(match, chunks), match.state_form
         assert form is not None
-        self._room.expire_among([key])
-        entry = self._index.get(key)
+        entry = self._room.live(key)
         if entry is not None:
             return (
                 CPU

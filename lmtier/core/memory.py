@@ -7,10 +7,11 @@ nothing about lower tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from lmtier.core.index import Index, evictions, expire, limit
-from lmtier.core.match import CLEARED, CPU, DELETED, EXPIRED, Entry, EntryState
+from lmtier.core.index import Index
+from lmtier.core.match import CPU, Entry, EntryState
+from lmtier.core.place import IndexedPlace
 from lmtier.core.slab import Slab
 from lmtier.errors import MisuseError, size_text
 from lmtier.format.layout import ChunkForm, padded
@@ -23,29 +24,31 @@ _AHEAD = 16  # chunks that write=evicted keeps saved ahead of their eviction, at
 _TRIES = 4  # evictions for one chunk before its room is given up as too fragmented
 _SLID = 4  # bytes that may be moved for a chunk, as a multiple of its size; or
 _SLID_BYTES = 32 << 20
-_CLEARED_AT_ONCE = 1024  # chunks
-_WIPED_AT_ONCE = 8 << 20  # bytes
 _COMPACTING = 0.05  # seconds that compaction may take in a step; a single move may take longer
 
 
-class MemoryPlace:
+class MemoryPlace(IndexedPlace):
     def __init__(
         self,
         slab: Slab,
         index: Index,
         metrics: Metrics,
         evicted: Callable[[Sequence[Entry]], None],
+        is_unused: Callable[[Entry], bool],
         clock: Callable[[], float],
         ttl: float,
     ) -> None:
-        """`evicted` is called with the victims. `ttl` is the longest time a chunk may stay, by `clock`."""
-        self.slab, self.index = slab, index
+        """`evicted` is called with the victims. `is_unused`: only writes to lower tiers lease this chunk.
+
+        `ttl` is the longest time a chunk may stay, by `clock`.
+        """
+        self.slab, self.index, self.label = slab, index, CPU
         self.no_room_at = float("-inf")
         """When a request last found no room, because all of it was leased; in time.monotonic()."""
         self._metrics = metrics
-        self._evicted = evicted
-        self.clock = clock
-        self._ttl = ttl
+        self._evicted, self._is_unused = evicted, is_unused
+        self.clock = self._clock = clock
+        self.ttl = ttl
         self._largest = 0  # bytes of the largest chunk since the last step
         self._compacting = 0.0  # seconds spent since the last step
         self._took = 0  # bytes allocated since the last step
@@ -174,33 +177,18 @@ class MemoryPlace:
         if gone := self.index.release(*entries):
             self._free(gone)
 
-    def take_out(self, entry: Entry, why: str = DELETED) -> None:
-        """Remove the entry. Lookups no longer find it; a running read continues."""
-        if self.index.remove(entry, why):
-            self._free([entry])
-        else:
+    def _remove(self, entry: Entry, why: str) -> None:
+        super()._remove(entry, why)
+        if entry.leases:
             self.deleted_in_use.add(entry)
 
-    def clear(
-        self, selector: Selector, may_go: Callable[[Entry], bool] | None = None, *, wipe: bool = False
-    ) -> Iterator[int]:
-        """Take out what `selector` covers, in small steps: how many chunks in each. `may_go` None: also those
-        in use. `wipe`: overwrite their bytes once they are free, and of those that were taken out before."""
-        if wipe:
+    def begin_clear(self, selector: Selector) -> None:
+        if selector.tenants:
             self.to_wipe.update(entry for entry in self.deleted_in_use if selector.concerns(entry.key))
-        chunks = wiped_bytes = 0
-        for number, entry in enumerate(self.index.entries(), 1):
-            is_covered = entry.state is not EntryState.GONE and selector.covers(entry.key, entry.provenance)
-            if is_covered and (may_go is None or may_go(entry)):
-                if wipe:
-                    self.to_wipe.add(entry)
-                    wiped_bytes += entry.nbytes
-                self.take_out(entry, CLEARED)
-                chunks += 1
-            if not number % _CLEARED_AT_ONCE or wiped_bytes > _WIPED_AT_ONCE:
-                yield chunks
-                chunks = wiped_bytes = 0
-        yield chunks
+
+    def _wipe_when_free(self, entry: Entry) -> int:
+        self.to_wipe.add(entry)
+        return entry.nbytes
 
     def _free(self, entries: Sequence[Entry]) -> None:
         for entry in self.to_wipe.intersection(entries) if self.to_wipe else ():
@@ -215,53 +203,26 @@ class MemoryPlace:
 
     # ---- changes while it runs
 
-    def resize(self, capacity: int) -> None:
-        """The slab stays as large as it was made. A smaller capacity leaves a part of it unused."""
-        self.index.resize(capacity)
-
     def need_fits(self, capacity: int) -> None:
-        """Raises MisuseError if `resize` cannot do that."""
-        self.index.need_room_for_pins(capacity)
-        if capacity > self.slab.capacity:
+        super().need_fits(capacity)
+        if capacity > self.slab.capacity:  # the slab stays as large as it was made
             raise MisuseError(
                 f"cpu: the memory was taken at start: at most {size_text(self.slab.capacity)} is possible"
             )
-
-    def come_down(self, until: float) -> None:
-        """Evict what is above a capacity that has become smaller, for as long as this step may take."""
-        for victims in evictions(self.index, until):
-            self._evicted(victims)
-            self._free(victims)
-
-    def set_ttl(self, ttl: float) -> None:
-        """From now on a chunk may stay for so many seconds."""
-        self._ttl = ttl
-        limit(self.index, self.clock() + ttl)
 
     # ---- lifetimes
 
     def live_until(self, end: float, *entries: Entry) -> None:
         """They end then, or when the tier's ttl has passed, but not later than they do now."""
-        end = min(end, self.clock() + self._ttl)
+        end = min(end, self.clock() + self.ttl)
         for entry in entries if end < FOREVER else ():
             if entry.state is not EntryState.GONE:
                 self.index.expiries.set(entry, min(end, self.index.expiries.expiry(entry)))
 
     def expire_among(self, keys: Sequence[bytes]) -> None:
         """Remove those of `keys` that have expired. A running read continues."""
-        if ends := self.index.expiries:
-            now = self.clock()
-            for key in keys:
-                if (entry := self.index.get(key)) is not None and ends.is_expired(entry, now):
-                    self._expire(entry)
-
-    def expire(self) -> bool:
-        """Remove some expired chunks. Returns whether there may be more."""
-        return expire(self.index, self.clock(), self._expire)
-
-    def _expire(self, entry: Entry) -> None:
-        self._metrics.expired.labels(CPU).inc()
-        self.take_out(entry, EXPIRED)
+        for key in keys if self.index.expiries else ():
+            self.live(key)
 
     def check(self) -> None:
         for entry in self.deleted_in_use:

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 
 from lmtier.config import TierSpec
-from lmtier.core.index import Index, Occupancy, evictions, expire, limit
+from lmtier.core.index import Index, Occupancy
 from lmtier.core.lower import (
     LOST,
     CacheContext,
@@ -25,8 +25,9 @@ from lmtier.core.lower import (
     names_of,
     worst,
 )
-from lmtier.core.match import CLEARED, DELETED, EXPIRED, REPLACED, Entry, EntryState, ancestry
+from lmtier.core.match import DELETED, REPLACED, Entry, EntryState, ancestry
 from lmtier.core.outdated import Outdated
+from lmtier.core.place import AT_ONCE, IndexedPlace
 from lmtier.core.placement import form_of_parts
 from lmtier.errors import log, size_text
 from lmtier.format.layout import ChunkForm, Name, Shard, form_of, padded, stored_size
@@ -40,11 +41,10 @@ from lmtier.threads import collector_paused
 from lmtier.tiers.base import Done, Item, Op, Reason, Stat, Tier
 
 _FAILED = 4096  # chunks whose first error is remembered
-_AT_ONCE = 1024  # entries that are looked at in one step
 _HEADERS = 8  # read at once in a search for suspect chunks, so that loads continue
 
 
-class OwnedTier(LowerTier):
+class OwnedTier(IndexedPlace, LowerTier):
     def __init__(
         self, label: str, spec: TierSpec, tier: Tier, context: CacheContext, *, scans: bool = True
     ) -> None:
@@ -84,26 +84,21 @@ class OwnedTier(LowerTier):
     # ---- what it holds
 
     def is_stored(self, key: bytes, form: ChunkForm) -> bool:
-        entry = self._live(key)
+        entry = self.live(key)
         return entry is not None and entry.state is EntryState.READY and entry.form.serves(form)
 
     def is_stored_or_queued(self, key: bytes, form: ChunkForm) -> bool:
-        entry = self._live(key)
+        entry = self.live(key)
         return super().is_stored_or_queued(key, form) or (entry is not None and entry.form.serves(form))
 
     def is_stored_or_storing(self, key: bytes, form: ChunkForm) -> bool:
-        entry = self._live(key)
+        entry = self.live(key)
         return entry is not None and entry.form.serves(form) and not self.load_breaker.is_open
 
-    def _live(self, key: bytes) -> Entry | None:
-        """The entry under this key, if it can be read. An expired one is deleted."""
-        entry = self.index.get(key)
-        if entry is None or self._is_unreadable(entry):
-            return None
-        if not self.index.expiries.is_expired(entry, self._clock()):
-            return entry
-        self._expire(entry)
-        return None
+    def live(self, key: bytes) -> Entry | None:
+        """The same, if it can be read."""
+        entry = super().live(key)
+        return None if entry is None or self._is_unreadable(entry) else entry
 
     def _is_unreadable(self, entry: Entry) -> bool:
         return bool(self._unreadable) and self._unreadable.get(entry.key) is entry
@@ -139,13 +134,6 @@ class OwnedTier(LowerTier):
         if len(self.index):
             get = self.index.get
             self.index.touch([entry for key in keys if (entry := get(key))])
-
-    def expire(self) -> bool:
-        return expire(self.index, self._clock(), self._expire)
-
-    def _expire(self, entry: Entry) -> None:
-        self._metrics.expired.labels(self.label).inc()
-        self._remove(entry, EXPIRED)
 
     # ---- unfinished work
 
@@ -194,7 +182,7 @@ class OwnedTier(LowerTier):
             self.index.refresh(ancestry(tail))
 
     def _must_wait(self, key: bytes) -> bool:
-        self._live(key)  # if it has expired, its deletion has to end first
+        self.live(key)  # if it has expired, its deletion has to end first
         return super()._must_wait(key)
 
     def _spot_for(self, entry: Entry) -> WriteTarget | WriteDeferral:
@@ -249,8 +237,7 @@ class OwnedTier(LowerTier):
         self._evicted(victims)
         if len(victims) == 1 and not freeing_bytes and _rooms(victims[0].form) == _rooms(form):
             return names_of(victims[0])
-        for victim in victims:
-            self._delete(names_of(victim), victim.nbytes)
+        self._free(victims)
         return WriteDeferral.LATER
 
     def _could_overwrite(self, key: bytes, form: ChunkForm, parent: Entry | None, missing_bytes: int) -> bool:
@@ -312,7 +299,7 @@ class OwnedTier(LowerTier):
         if leftover is not None and mine.key in self._writes and not is_deleted:
             self._keep(leftover)
         elif leftover is not None:
-            self._delete(names_of(leftover), leftover.nbytes)
+            self._free([leftover])
         else:
             self._delete(list(done.ok), bytes_at_rest(mine.form, done.ok))  # the parts that were written
 
@@ -337,35 +324,20 @@ class OwnedTier(LowerTier):
 
     # ---- changes while it runs
 
-    def need_fits(self, capacity: int) -> None:
-        """Raises MisuseError if `resize` cannot do that."""
-        self.index.need_room_for_pins(self._most(capacity))
-
     def _most(self, capacity: int) -> int:
         return capacity if self.tier.storage_bytes is None else min(capacity, self.tier.storage_bytes)
 
     def resize(self, capacity: int) -> None:
         most = self._most(capacity)
         self._found = max(self._found, self.index.used + self.deleting_bytes)
-        self.index.resize(most)
+        super().resize(most)
         if self.choice is not None:
             self.choice.resize(most)
-
-    def come_down(self, until: float) -> None:
-        """Evict what is above a capacity that has become smaller, for as long as this step may take."""
-        for victims in evictions(self.index, until):
-            self._evicted(victims)
-            for victim in victims:
-                self._delete(names_of(victim), victim.nbytes)
 
     def _evicted(self, victims: Sequence[Entry]) -> None:
         self._metrics.evictions.labels(self.label, "capacity").inc(len(victims))
         for victim in victims:
             self._forget_faults(victim.key)
-
-    def set_ttl(self, ttl: float) -> None:
-        super().set_ttl(ttl)
-        limit(self.index, self._clock() + ttl)
 
     # ---- loading
 
@@ -387,7 +359,7 @@ class OwnedTier(LowerTier):
                 self._busy_keys.remove(tier_entry.key)
                 self._keep(tier_entry)
             else:
-                self._delete(names_of(tier_entry), tier_entry.nbytes)
+                self._free([tier_entry])
         elif self.index.get(tier_entry.key) is tier_entry:
             if lost_reasons := reasons & LOST:  # the other parts of a chunk that lost one are useless
                 self._remove(tier_entry, worst(lost_reasons).value)
@@ -455,7 +427,7 @@ class OwnedTier(LowerTier):
             self._writes.take(key)
         if (old := self.index.get(key)) is not None:
             self._forget_faults(key)
-            if self.index.remove(old, REPLACED):
+            if self.index.remove(old, why=REPLACED):
                 self._keep(old)
             else:
                 self._busy_keys.add(key)
@@ -484,36 +456,34 @@ class OwnedTier(LowerTier):
 
     def _delete_outdated(self, old: Entry) -> None:
         self.deleting_bytes -= old.nbytes
-        self._delete(names_of(old), old.nbytes)
+        self._free([old])
 
     # ---- deleting
 
-    def discard(self, key: bytes, forms: Iterable[ChunkForm], why: str = DELETED) -> None:
+    def discard(self, key: bytes, forms: Iterable[ChunkForm] = (), why: str = DELETED) -> None:
         if key in self._writes and self.index.is_record(key):
             self._writes.give_up(key)
         if not self.is_warm:
             self._deleted_before_scan.add(key)
-        elif (entry := self.index.get(key)) is not None:
-            self._remove(entry, why)
+        super().discard(key, forms, why)
 
     def _remove(self, entry: Entry, why: str) -> None:
         self._forget_faults(entry.key)
         self._busy_keys.add(entry.key)
-        if self.index.remove(entry, why):
+        super()._remove(entry, why)
+
+    def _free(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
             self._delete(names_of(entry), entry.nbytes)
+
+    def _is_unused(self, entry: Entry) -> bool:
+        return not entry.leases or entry.state is EntryState.FILLING
 
     def clear(self, selector: Selector, *, force: bool) -> Iterator[int]:
         if selector.needs_headers:
-            self._block_loads(selector)
             self._search(selector)
             return
-        entries = iter(self.index.entries())
-        while batch := list(islice(entries, _AT_ONCE)):
-            leaving = [each for each in batch if selector.concerns(each.key) and (force or not each.leases)]
-            leaving = [each for each in leaving if each.state is not EntryState.GONE]
-            for entry in leaving:
-                self.discard(entry.key, (), CLEARED)
-            yield len(leaving)
+        yield from super().clear(selector, force=force)
         if not self.is_warm and selector not in self._cleared_before_scan:
             self._cleared_before_scan.append(selector)
 
@@ -527,9 +497,9 @@ class OwnedTier(LowerTier):
         if not self._searches:
             return
         suspect, entries = self._searches[0]
-        batch = list(islice(entries, _AT_ONCE))
+        batch = list(islice(entries, AT_ONCE))
         self._unread.update((entry.key, None) for entry in batch if suspect.concerns(entry.key))
-        if len(batch) < _AT_ONCE:
+        if len(batch) < AT_ONCE:
             self._searches.popleft()
         if self._searches:
             self.tier.wake()
@@ -548,7 +518,7 @@ class OwnedTier(LowerTier):
     def _end_header(self, key: bytes, mark_or_reason: bytes | Reason) -> None:
         self._reading -= 1
         if (entry := self.index.get(key)) is not None and self._is_unreadable(entry):
-            self.discard(key, ())  # whether it is suspect will not be known
+            self.discard(key)  # whether it is suspect will not be known
         elif mark_or_reason in (Reason.ERROR, Reason.DEADLINE):
             self._unread[key] = None
 
@@ -593,7 +563,7 @@ class OwnedTier(LowerTier):
         if index.used > index.capacity:
             for victim in index.evict(index.used - index.capacity) or ():
                 self._metrics.evictions.labels(self.label, "capacity").inc()
-                self._delete(names_of(victim), victim.nbytes)
+                self._free([victim])
         self._deleted_before_scan.clear()
         self._cleared_before_scan.clear()
         self.is_warm = True
@@ -607,8 +577,7 @@ class OwnedTier(LowerTier):
         self.is_warm = True
         self._found = self.index.used
         self.index.resize(self.index.capacity)
-        if self.ttl < FOREVER:
-            limit(self.index, self._clock() + self.ttl)
+        self.set_ttl(self.ttl)
 
     def persist_order(self) -> None:
         items, previous_ns = list[Item](), 0

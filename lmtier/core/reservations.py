@@ -218,7 +218,7 @@ class Reservations:
             reservation.is_aborted = True
             for entry in reservation.entries.values():
                 if entry.state is not EntryState.GONE:
-                    self._room.take_out(entry)
+                    self._room.discard(entry.key)
             self._drop([entry.key for entry in reservation.entries.values()], "aborted", reservation.form)
         self._close_if_finished(reservation)
 

@@ -217,7 +217,7 @@ class SharedTier(LowerTier):
         if names_to_delete or done.failed:
             self._assume_absent(names)
         if names_to_delete:
-            self._delete(sorted(names_to_delete.union(names)))
+            self._delete([*names_to_delete, *names])
         elif not done.failed:
             self._notify_followers(True, (entry.key,))
 
@@ -228,32 +228,30 @@ class SharedTier(LowerTier):
         if not reasons & {*LOST, Reason.SEALED}:
             return
         if reasons & {Reason.EXPIRED, Reason.CLEARED}:
-            for name in done.ok:
-                self._delete_soon(name.key, {name})
+            self._delete([*done.ok])
         self._assume_absent((*done.ok, *done.failed))
         self._notify_followers(False, {name.key for name in (*done.ok, *done.failed)})
 
     # ---- deleting
 
-    def discard(self, key: bytes, forms: Iterable[ChunkForm], why: str = DELETED) -> None:
-        names = {Name(key, shard) for form in forms for shard in form.shards}
-        if names:
-            self._delete_soon(key, names)
+    def discard(self, key: bytes, forms: Iterable[ChunkForm] = (), why: str = DELETED) -> None:
+        names = [Name(key, shard) for form in forms for shard in form.shards]
+        if names and not self._context.slab.is_record(key):  # it never got one
+            self._delete(names)
             self._assume_absent(names)
             self._notify_followers(False, (key,))
 
-    def _delete_soon(self, key: bytes, names: set[Name]) -> None:
-        """Delete the objects after the running job that writes or deletes the chunk: no job may overtake
-        it."""
-        if key in self._busy_keys:
-            self._delete_after_job.setdefault(key, set()).update(names)
+    def _delete(self, names: list[Name], nbytes: int = 0, *, is_again: bool = False) -> None:
+        """The objects of one chunk: no job may overtake another one that writes or deletes it."""
+        if names and names[0].key in self._busy_keys and not is_again:
+            self._delete_after_job.setdefault(names[0].key, set()).update(names)
         else:
-            self._delete(sorted(names))
+            super()._delete(sorted(set(names)), nbytes, is_again=is_again)
 
     def _end_delete(self, names: list[Name], nbytes: int, is_again: bool, done: Done) -> None:
         super()._end_delete(names, nbytes, is_again, done)
         for key in {name.key for name in names} & self._delete_after_job.keys() - self._busy_keys:
-            self._delete(sorted(self._delete_after_job.pop(key)))
+            self._delete([*self._delete_after_job.pop(key)])
 
     def begin_clear(self, selector: Selector) -> None:
         super().begin_clear(selector)

@@ -153,10 +153,11 @@ class Selector:
 
     def covers(self, key: bytes, made: Provenance) -> bool:
         """Whether this chunk is meant. Where headers decide, one without a time of storing is not."""
-        if self.is_prefix:  # quick: it is asked for each chunk of a tier
-            return key.startswith(self.prefix)
+        if not self.concerns(key):  # quick: it is asked for each chunk of a tier
+            return False
         since = max(self.since, 1) if self.needs_headers else 0
-        return since <= made.at <= self.until and fnmatchcase(made.by, self.by) and self.concerns(key)
+        in_time = since <= made.at <= self.until
+        return self.is_prefix or (in_time and fnmatchcase(made.by, self.by))
 
 
 EVERYTHING = Selector()

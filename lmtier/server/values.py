@@ -24,7 +24,7 @@ import numpy as np
 
 from lmtier.core.cache import Cache
 from lmtier.core.grant import Grant
-from lmtier.core.match import EntryState, Lookup
+from lmtier.core.match import DELETED, EntryState, Lookup
 from lmtier.errors import MisuseError
 from lmtier.format.keys import KEY_BYTES, VALUES, value_key
 from lmtier.format.layout import ChunkForm, LayerShape, Layout, Shard, form_of
@@ -141,7 +141,7 @@ class Values:
         return not is_expired and any(key in keys for keys in self._key_sets())
 
     def _delete(self, key: bytes) -> None:
-        self._cache.delete_value(key, ANY)
+        self._cache.discard(key, why=DELETED)
         self._changed(key)
 
     def _changed(self, key: bytes) -> None:

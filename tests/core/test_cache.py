@@ -801,7 +801,7 @@ def test_a_value_whose_header_does_not_come_is_a_miss(make, fault):
     cache.step()
     tier.finish(0)
     cache.step()
-    cache.memory.take_out(cache.index.get(key))  # the slab forgets, the tier does not
+    cache.memory.discard(key)  # the slab forgets, the tier does not
     cache.lower[0].index.get(key).marks = ()  # as after a restart
     asking = values.find_info(b"name")
     next(asking)

@@ -113,7 +113,7 @@ def test_a_step_evicts_only_for_a_few_milliseconds(memory, monkeypatch):
     store(memory, keys(64))
     changed(memory, capacity=str(ROOM))
     monkeypatch.setattr("lmtier.core.cache._COMING_DOWN", 0.0)
-    monkeypatch.setattr("lmtier.core.index._AT_ONCE", 8)
+    monkeypatch.setattr("lmtier.core.place._LEAVE_AT_ONCE", 8)
     for step in range(1, 4):
         memory.step()
         assert memory.index.used == (64 - 8 * step) * ROOM, "one part, however late it is"

@@ -186,7 +186,7 @@ def test_what_was_evicted_before_is_overwritten_too(tmp_path):
     with cache_over(sealed_disk(tmp_path)) as cache:
         save(cache, keys(A, 8))
         for entry in cache.index.entries():
-            cache.memory.take_out(entry)
+            cache.memory.discard(entry.key)
         assert of_memory(cache, A)
         report = forget(cache, A)
         assert report.chunks == 0
@@ -282,7 +282,7 @@ def test_a_tier_that_others_share_is_searched(redis, tmp_path):
         (told,) = forget(cache, A).tiers
         assert (told.tier, told.chunks, told.keys, told.problem) == ("redis", None, 1, "")
         for entry in cache.index.entries():
-            cache.memory.take_out(entry)
+            cache.memory.discard(entry.key)
         assert found(cache, keys(A, 3)) == []
         assert found(cache, keys(B, 3, b"othr")) == ["redis"] * 3
         save(cache, keys(A, 1))
@@ -348,7 +348,7 @@ def test_free_memory_is_overwritten_and_used_memory_is_not():
         save(cache, keys(B, 3))
         first = cache.index.get(keys(A, 3)[2])
         assert first is not None
-        cache.memory.take_out(first)
+        cache.memory.discard(first.key)
         assert first.state is EntryState.GONE
         before = cache.slab.used
         assert sum(cache.slab.wipe_free()) == cache.slab.capacity - before
@@ -361,7 +361,7 @@ def test_memory_is_overwritten_in_as_many_steps_however_many_pieces_are_free(mon
     with cache_over() as cache:
         save(cache, keys(A, 32))
         for entry in cache.index.entries()[::2]:
-            cache.memory.take_out(entry)
+            cache.memory.discard(entry.key)
         assert [*cache.slab.wipe_free()] == [4 * FORM.slab_bytes] * 4
 
 

@@ -307,7 +307,7 @@ def test_a_prompt_that_takes_longer_than_its_deadline_pauses_no_healthy_disk(now
         store(cache, names)
         settle(cache, tier)
         for entry in cache.index.entries():  # the slab forgets, the tier does not
-            cache.memory.take_out(entry)
+            cache.memory.discard(entry.key)
         match = cache.match(names, ONE)
         cache.prefetch(match)
         while tier.waiting:
@@ -328,7 +328,7 @@ def test_what_only_waited_is_no_fault_in_the_report(now):
         store(cache, names)
         settle(cache, tier)
         for entry in cache.index.entries():  # the slab forgets, the tier does not
-            cache.memory.take_out(entry)
+            cache.memory.discard(entry.key)
         match = cache.match(names, ONE)
         cache.prefetch(match)
         tier.finish(0)
@@ -402,7 +402,7 @@ def test_an_object_that_can_never_be_deleted_pauses_no_writes(now):
         assert not below.is_busy, "waiting changes nothing"
         assert not cache.flush(timeout=0)
         for entry in cache.index.entries():
-            cache.memory.take_out(entry)
+            cache.memory.discard(entry.key)
         store(cache, names)
         assert below.waiting == 1, "the name is still in use"
         assert not below.is_busy, "nor for what waits behind it"
@@ -499,7 +499,7 @@ def test_what_the_same_engine_stores_later_is_not_suspect(keeps):
         store(cache, of(M, 2), by="bad")
         settle(cache, tier)
         for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
-            cache.memory.take_out(entry)
+            cache.memory.discard(entry.key)
         match = cache.match(of(M, 2), ONE)
         settle(cache, tier)
         cache.prefetch(match)

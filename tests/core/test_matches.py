@@ -35,7 +35,7 @@ def cache(gate: Gate) -> Iterator[Cache]:
         cache.commit(cache.reserve(KEYS, FORM))
         assert cache.flush()
         for entry in cache.index.entries()[1:]:
-            cache.memory.take_out(entry)
+            cache.memory.discard(entry.key)
         yield cache
         gate.open()
         cache.check()
@@ -141,7 +141,7 @@ def test_what_an_engine_may_have_been_told_of_stays_its_own_even_if_it_is_delete
     match = begin(cache._matches, seconds=0.0)
     cache._matches.prefetch(match, None, 0)
     first = match.run[0]
-    cache.memory.take_out(first)
+    cache.memory.discard(first.key)
     cache._matches.expire()
     assert (match.run, match.is_ready) == ([first], True)
     assert first.offsets

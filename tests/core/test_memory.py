@@ -26,7 +26,9 @@ class Made(MemoryPlace):
         index = Index(slab.capacity, make_policy("lru"))
         self.now = 0.0
         self.left: list[Entry] = []
-        super().__init__(slab, index, Metrics(), self.left.extend, lambda: self.now, 10.0)
+        super().__init__(
+            slab, index, Metrics(), self.left.extend, lambda entry: not entry.leases, lambda: self.now, 10.0
+        )
 
     def add(self, name: int, form=SMALL, parent: Entry | None = None, end: float = FOREVER) -> Entry | None:
         offsets = self.allocate(key(name), form, parent)
@@ -103,7 +105,7 @@ def test_nothing_leaves_if_that_would_not_be_enough(room):
 def test_what_is_free_in_pieces_is_joined_by_moving_what_nobody_reads(room):
     entries = [room.add(name) for name in range(PAGES)]
     for entry in entries[::2]:
-        room.take_out(entry)
+        room.discard(entry.key)
     assert room.add(100, LARGE) is not None
     assert not room.left
     assert room.index.free == 2 * PAGE
@@ -115,7 +117,7 @@ def test_what_somebody_reads_is_not_moved(room):
         room.index.lease(entry)
     places = [entry.offsets for entry in entries[1::2]]
     for entry in entries[::2]:
-        room.take_out(entry)
+        room.discard(entry.key)
     assert room.add(100, LARGE) is None
     assert [entry.offsets for entry in entries[1::2]] == places
     for entry in entries[1::2]:
@@ -125,7 +127,7 @@ def test_what_somebody_reads_is_not_moved(room):
 def test_moving_takes_no_more_than_a_moment_of_a_step(room, monkeypatch):
     monkeypatch.setattr("lmtier.core.memory._COMPACTING", -1.0)
     for entry in [room.add(name) for name in range(PAGES)][::2]:
-        room.take_out(entry)
+        room.discard(entry.key)
     assert room.add(100, LARGE) is None
     monkeypatch.setattr("lmtier.core.memory._COMPACTING", 1.0)
     room.begin_step()
@@ -135,7 +137,7 @@ def test_moving_takes_no_more_than_a_moment_of_a_step(room, monkeypatch):
 def test_whoever_reads_what_was_taken_out_keeps_its_bytes_until_the_end(room):
     entry = room.add(0)
     room.index.lease(entry)
-    room.take_out(entry)
+    room.discard(entry.key)
     assert entry.offsets
     used = room.slab.used
     room.release(entry)

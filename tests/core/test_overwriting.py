@@ -103,7 +103,7 @@ def read(cache: Cache, values: Values, tier: HandTier, name: bytes = NAME) -> by
 
 def leave_memory(cache: Cache) -> None:
     for entry in cache.index.entries():
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
 
 
 def test_a_thousand_overwrites_during_the_first_write_are_one_more_write(opened):

@@ -11,6 +11,7 @@ import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
+from lmtier.core.match import DELETED
 from lmtier.format.keys import is_value, namespace, value_key
 from lmtier.format.layout import Name
 from lmtier.format.objects import EVERYTHING, Selector
@@ -324,7 +325,7 @@ def test_what_is_replaced_during_a_scan_is_what_the_next_start_finds(late, form)
     chain = keys(2)
     cache = late.open(chain, form=form)
     store(cache, chain, ONE)
-    cache.delete_value(chain[1], ONE)
+    cache.discard(chain[1], why=DELETED)
     reservation = cache.reserve(keys(1, "new"), ONE)
     cache.commit_value(reservation, chain[1], b"")
     late.gate.open()
@@ -616,7 +617,7 @@ def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch)
         return len(looked)
 
     for entry in cache.index.entries()[:5]:  # the slab forgets, the tier does not
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
     steps = cache.clear_in_steps(Selector(by="bad"))
     assert looks(lambda: next(steps)) <= 2 * 1024
     match = cache.wait(cache.match(bad[:5], ONE))
@@ -663,3 +664,15 @@ def test_it_says_what_it_holds_and_what_has_not_gone_yet(make):
     settle(cache, tier)
     assert not owned.may_come_back(keys(3)[2])
     assert owned.occupancy()[:3] == (2, 2 * AT_REST, 9 * AT_REST)
+
+
+def test_a_clear_deletes_what_is_being_written(make):
+    url, tier = f"near://?capacity={9 * AT_REST}", HandTier({}, keeps=True)
+    cache = make(cpu(9), url, opened={url: tier})
+    store(cache, keys(2))
+    cache.step()
+    assert {job.op for job in tier.waiting} == {Op.STORE}
+    cache.clear()
+    settle(cache, tier)
+    assert not len(cache.index)
+    assert not tier.kept

@@ -37,7 +37,8 @@ class Made(Reservations):
         slab, self.metrics = Slab(PAGES * PAGE), Metrics()
         index = Index(slab.capacity, make_policy("lru"))
         gauges = CacheMetrics(self.metrics, {CPU: index}, LowerTiers(), LAYOUT.chunk_tokens)
-        self.room = MemoryPlace(slab, index, self.metrics, gauges.evict, lambda: 0.0, FOREVER)
+        leaving = gauges.evict, lambda entry: not entry.leases
+        self.room = MemoryPlace(slab, index, self.metrics, *leaving, lambda: 0.0, FOREVER)
         super().__init__(self.room, [], gauges, CacheObservers())
 
     def save(self, keys, form=ONE, *, first=0, most=99) -> Grant:
@@ -120,7 +121,7 @@ def test_room_comes_back_when_the_last_shard_of_an_aborted_one_has_ended(made):
 
 def test_what_is_cleared_by_force_while_it_is_written_never_shows(made):
     reservation = made.save(KEYS[:2])
-    made.room.take_out(made.room.index.get(KEYS[0]))
+    made.room.discard(KEYS[0])
     made.commit(reservation, None, None)
     assert [key in made.room.index for key in KEYS[:2]] == [False, True]
     assert made.tokens("dropped", tier=CPU, reason="cleared") == 1

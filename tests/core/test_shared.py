@@ -105,7 +105,7 @@ def test_what_was_found_before_a_clear_is_not_loaded_in_it(cache, tier):
     store(cache, of(M, 2))
     settle(cache, tier)
     for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
     match = cache.match(of(M, 2), ONE)
     assert finish(cache, tier) is Op.LOOKUP
     assert match.chunks == 2
@@ -155,7 +155,7 @@ def test_a_tier_that_must_be_asked_is_searched_for_what_is_suspect_and_gives_non
     store(cache, of(N, 2), by="bad")
     settle(cache, tier)
     for entry in list(cache.index.entries()):  # the slab forgets, the tier does not
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
     match = cache.match(of(N, 2), ONE)
     finish(cache, tier)
     assert match.chunks == 2
@@ -326,7 +326,7 @@ def test_what_is_being_deleted_is_not_read_and_not_deleted_twice_at_once(cache, 
     assert entry is not None
     cache.release(asked)
     for each in cache.index.entries():  # the slab forgets, the tier does not
-        cache.memory.take_out(each)
+        cache.memory.discard(each.key)
     match = cache.match(of(M, 2), ONE)
     assert finish(cache, tier) is Op.LOOKUP
     for _ in range(2):
@@ -435,7 +435,7 @@ def test_what_another_host_has_written_is_sent_again_only_when_it_is_found_missi
         for key in missing:  # the tier evicts
             del tier.kept[Name(key, ONE.shards[0])]
         for entry in cache.index.entries():
-            cache.memory.take_out(entry)
+            cache.memory.discard(entry.key)
         match = cache.match(names, ONE)
         assert finish(cache, tier) is Op.LOOKUP
         cache.prefetch(match, 0)  # it is not worth it: the engine computes, and stores

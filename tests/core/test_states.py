@@ -330,7 +330,7 @@ def test_a_tier_that_must_be_asked_is_asked_once_for_chunks_and_states(asked, ti
     store_state(asked, names[:2])
     settle(asked, tier)
     for entry in asked.index.entries():
-        asked.memory.take_out(entry)
+        asked.memory.discard(entry.key)
     match = asked.match(names, ONE, state_form=STATE)
     assert match.pending_lookups == len(tier.waiting) == 1
     settle(asked, tier)
@@ -347,7 +347,7 @@ def test_chunks_in_memory_with_a_state_below_are_loaded_together(asked, tier):
     store(asked, names)
     store_state(asked, names)
     settle(asked, tier)
-    asked.memory.take_out(asked.index.get(state_of(names[2])))
+    asked.memory.discard(state_of(names[2]))
     match = asked.match(names, ONE, state_form=STATE)
     assert match.pending_lookups == 1
     settle(asked, tier)
@@ -365,8 +365,8 @@ def test_a_match_without_its_state_or_its_last_chunk_has_nothing(asked, tier, wh
     store(asked, names)
     store_state(asked, names)
     settle(asked, tier)
-    asked.memory.take_out(asked.index.get(state_of(names[2])))
-    asked.memory.take_out(asked.index.get(names[2]))
+    asked.memory.discard(state_of(names[2]))
+    asked.memory.discard(names[2])
     match = asked.match(names, ONE, state_form=STATE)
     settle(asked, tier)
     asked.prefetch(match)
@@ -410,7 +410,7 @@ def test_what_a_state_takes_to_load_is_weighed_too(make, tmp_path, milliseconds,
     store_state(cache, names)
     assert cache.flush()
     for entry in list(cache.index.entries())[::-1]:
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
     cache.lower[0].speed._fit.weights = (0.0, 1e-3 / (3 * ONE.stored_bytes + STATE.stored_bytes))
     cost = Cost(0.0, milliseconds / 1e3 / (3 * C), 0.0, 0.0)
     match = cache.match(names, ONE, tokens=3 * C + 1, cost=cost, state_form=STATE, deadline=60.0)
@@ -423,7 +423,7 @@ def test_a_match_released_while_it_is_asked_or_loaded_holds_nothing(asked, tier)
     store(asked, names)
     store_state(asked, names)
     settle(asked, tier)
-    asked.memory.take_out(asked.index.get(state_of(names[2])))
+    asked.memory.discard(state_of(names[2]))
     for loads in (False, True):
         match = asked.match(names, ONE, state_form=STATE)
         if loads:

@@ -200,7 +200,7 @@ def save(cache: Cache, name: str, count: int) -> list[bytes]:
 def finds(cache: Cache, keys: list[bytes]) -> bool:
     """Whether the disk has all of them, as they were."""
     for entry in cache.index.entries():
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
     match = cache.wait(cache.match(keys, FORM))
     assert set(match.sources) <= {"disk"}
     right = [bytes(cache.slab.view(entry.offsets[0], 32)) == entry.key for entry in match.run]

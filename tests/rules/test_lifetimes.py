@@ -291,7 +291,7 @@ def test_a_chunk_takes_its_end_along_down_and_up(make, time):
     store(cache, keys(2), ttl=10)
     assert cache.flush()
     for entry in cache.index.entries():
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
     time.pass_by(5)
     assert look(cache, keys(2)) == ["near"] * 2
     time.pass_by(5)
@@ -407,7 +407,7 @@ def test_a_step_of_the_wall_clock_ends_nothing_early(make, time):
     assert cache.flush()
     time.wall += 2 * DAY
     for entry in cache.index.entries():
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
     assert look(cache, keys(4)) == ["near"] * 4
     time.wall -= 4 * DAY
     time.pass_by(HOUR)
@@ -425,7 +425,7 @@ def test_it_is_written_again_below_once_the_old_one_is_gone(make, time):
     assert len(objects) == 2
     time.pass_by(5)
     for entry in cache.index.entries():
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
     assert look(cache, keys(2)) == ["near"] * 2
 
 
@@ -450,7 +450,7 @@ def test_what_is_brought_up_is_no_request(make):
     store(cache, keys(4))
     assert cache.flush()
     for entry in cache.index.entries()[1:]:
-        cache.memory.take_out(entry)
+        cache.memory.discard(entry.key)
     match = cache.bring(keys(6), ONE, deadline=10)
     cache.wait(match)
     assert match.sources == ["cpu", "near", "near", "near"]

@@ -75,8 +75,7 @@ class PeerReadVerbs:
         cache = self._cache
         if cache.index.is_record(name.key) or cache.forgotten_tenants.covers([name.key]):
             return None
-        cache.memory.expire_among([name.key])
-        entry = cache.index.get(name.key)
+        entry = cache.memory.live(name.key)
         is_filled = entry is not None and entry.state is EntryState.READY and name.shard in entry.form.shards
         return entry if is_filled else None
 
