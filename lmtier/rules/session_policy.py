@@ -84,6 +84,9 @@ class _Wait(Generic[E]):
 class SessionAwarePolicy(Policy[E]):
     """A policy, with what is known of sessions before it. An entry that leaves out of turn is in both."""
 
+    LEAST = 32
+    """So many waits that are over may stay in the ranking."""
+
     def __init__(self, policy: Policy[E], returns: ReturnTimes | None = None) -> None:
         """`returns`: of the sessions that wait. Without it none does, and entries keep their times."""
         self._policy = policy
@@ -116,6 +119,8 @@ class SessionAwarePolicy(Policy[E]):
         self._forget(wait.entries)
         self._waits.update(dict.fromkeys(wait.entries, wait))
         self._ranking.append((0.0, wait))
+        if len(self._ranking) > 2 * (len(self._waits) + self.LEAST):  # nothing was evicted for long
+            self._ranking = [each for each in self._ranking if each[1].left]
 
     def _forget(self, entries: Iterable[E]) -> None:
         over, waits = self._over, self._waits

@@ -138,6 +138,16 @@ def test_what_waits_can_end_and_what_left_is_forgotten(policy):
     assert list(policy.order()) == [items[0]]
 
 
+def test_waits_that_are_over_take_no_room(policy, clock):
+    """Also where nothing is evicted, so that no one asks for the order."""
+    item = Item(1)
+    policy.insert(item)
+    for _ in range(1000):
+        policy.wait([item], clock.now)
+        policy.touch([item])
+    assert len(policy._ranking) <= 2 * (policy.LEAST + 1)
+
+
 def test_nothing_is_expected_before_enough_came_back(returns):
     for _ in range(ReturnTimes.ENOUGH - 1):
         returns.add(5)
