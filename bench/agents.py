@@ -1,9 +1,10 @@
 """The tables of sessions in docs/POLICIES.md: policies with and without sessions, over all traces.
 
-    python bench/agents.py agentic.jsonl.gz mooncake_synthetic.jsonl.gz --plot docs/agents.svg
+    python bench/agents.py FOLDER/{claude_code,agentic,mooncake_synthetic}.jsonl.gz --plot docs/agents.svg
 
-It adds three made-up traces: conversations that pause for minutes and come back, the same under floods of
-prompts that come once, and two tenants of which one scans. One tier of memory, 128 KiB a token.
+The bound is a cache that knows all requests beforehand. Three traces are made up: conversations that pause
+for minutes and come back, the same under floods of prompts that come once, and two tenants of which one
+scans. One tier of memory, 128 KiB a token.
 """
 
 from __future__ import annotations
@@ -12,21 +13,34 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import rivals
+from lmtier.rules.hints import WAIT, Action
 from lmtier.tools.sim import report
+from lmtier.tools.sim.bound import set_bounds
 from lmtier.tools.sim.replay import ReplayResult, replay
 from lmtier.tools.sim.traces import Trace, TraceRequest, read
 from lmtier.tools.terminal import say
 
 PER_TOKEN = 128 << 10
 BLOCK = 512
-CAPACITIES = {"agentic.jsonl.gz": (60, 125, 250), "mooncake_synthetic.jsonl.gz": (60, 250, 1000)}
+CAPACITIES = {
+    "claude_code.jsonl.gz": (40, 60, 90, 125, 250),
+    "agentic.jsonl.gz": (40, 60, 125, 250),
+    "mooncake_synthetic.jsonl.gz": (60, 250, 1000),
+}
+DRAWN = {"agentic.jsonl.gz": "", "claude_code.jsonl.gz": "_recorded"}
+"""The traces that are drawn, and what the names of their plots end with."""
+DRAWN_TITLE = "agents: tokens hit"
 MADE = (8, 16, 32)
-COLUMNS = [("lru", "none"), ("arc", "none"), ("auto", "none"), ("auto", "ends"), ("auto", "waits")]
+ALONE = "waits alone"
+"""Hints of agents that say when they wait, but never that they end: then the last request waits as well."""
+HINTS = ("ends", "waits", ALONE)
+COLUMNS = [("lru", "none"), ("arc", "none"), ("auto", "none"), *(("auto", hints) for hints in HINTS)]
 """LRU, its rival and lmtier's default without sessions, and the default with them."""
 
 
@@ -63,9 +77,19 @@ def made() -> Iterator[Trace]:
     yield of("two tenants, one scans", conversations(3, 100) + scan)
 
 
+def hinted(trace: Trace, hints: str) -> Trace:
+    if hints != ALONE:
+        return trace.hinted(hints)
+    requests = [
+        request._replace(hints=tuple(Action(hint.id, WAIT) for hint in request.hints))
+        for request in trace.hinted("waits").requests
+    ]
+    return replace(trace, requests=requests)
+
+
 def run(trace: Trace, policy: str, hints: str, gib: int) -> ReplayResult:
     url = f"cpu://?capacity={gib}GiB&policy={policy}"
-    outcome = replay(trace.hinted(hints), [url], chunk_tokens=BLOCK, bytes_per_token=PER_TOKEN)
+    outcome = replay(hinted(trace, hints), [url], chunk_tokens=trace.block_tokens, bytes_per_token=PER_TOKEN)
     outcome.hinted = hints
     return outcome
 
@@ -80,20 +104,24 @@ def main(words: list[str]) -> None:
         columns = [each for each in COLUMNS if each[1] == "none" or any(r.session for r in trace.requests)]
         say(f"{trace.name}: {len(trace.requests):,} requests, {trace.tokens:,} tokens\n")
         names = [policy if hints == "none" else f"{policy}, {hints}" for policy, hints in columns]
-        say(f"| GiB | {' | '.join(names)} | default behind |")
+        say(f"| GiB | {' | '.join(names)} | bound |")
         say(f"|--:|{'--:|' * (len(columns) + 1)}")
         for gib in CAPACITIES.get(trace.name, MADE):
             found = {each: run(trace, *each, gib) for each in columns}
             cells = [f"{100 * outcome.hit_ratio:.2f}" for outcome in found.values()]
-            best = max(found[rival, "none"].hit_ratio for rival in ("lru", "arc"))
-            behind = 100 * (best - found["auto", "none"].hit_ratio)
-            say(f"| {gib} | {' | '.join(cells)} | {max(0.0, behind):.2f} |")
-            if trace.name.startswith("agentic"):
-                drawn += [found[each] for each in columns if each[0] != "arc"]
+            (lru, *_) = found.values()
+            set_bounds([lru], trace, trace.block_tokens)
+            assert lru.bound is not None
+            say(f"| {gib} | {' | '.join(cells)} | {100 * lru.bound:.2f} |")
+            if trace.name in DRAWN:
+                drawn += [
+                    each for (policy, hints), each in found.items() if policy != "arc" and hints != ALONE
+                ]
         say()
+        if plot is not None and trace.name in DRAWN:
+            report.plot(plot.with_stem(f"{plot.stem}{DRAWN[trace.name]}"), DRAWN_TITLE, report.curves(drawn))
+            drawn.clear()
     say(f"{time.process_time() - began:.0f} s of one core.")
-    if plot is not None and drawn:
-        report.plot(plot, "agents: tokens hit", report.curves(drawn))
 
 
 if __name__ == "__main__":
