@@ -25,7 +25,7 @@ from lmtier.server.takeover import TakeoverReceiver
 from lmtier.wire.resp import Error, encode_command
 from tests.redis_process import free_port
 from tests.server.other_user import USER, needs_root
-from tests.server.process import PATIENCE, Wire, served, until
+from tests.server.process import PATIENCE, Wire, served, speak, until
 
 DEATHS = ("asked", "got", "damaged", "entered")
 """Where the next server ends before it has taken over."""
@@ -187,6 +187,11 @@ class Host:
         )
         self.server = self.begin("", "")
         assert self.server.is_ready(), self.log.read_text()
+        until(self._knows_its_disk)  # before, it refuses takeovers, and Redis clients get LOADING
+
+    def _knows_its_disk(self) -> bool:
+        with Wire(self.unix) as wire:
+            return bool(speak(wire.socket, "/api/stats")[1]["ready"])
 
     def begin(self, path: str, death: str, code: str = "") -> Process:
         return Process(_SERVER, self.log, json.dumps([*self._settings, path, death]), code=code)
