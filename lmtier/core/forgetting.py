@@ -233,19 +233,15 @@ class ForgottenTenants:
 
     # ---- to and from another process
 
-    def dropped_generations(self) -> dict[str, dict[str, int]]:
+    def dropped_generations(self) -> dict[str, list[tuple[bytes, int]]]:
         """What this process has dropped, for one that takes over its memory."""
-        return {
-            store.place: {tenant.hex(): generation for tenant, generation in store.dropped.items()}
-            for store in self._stores
-        }
+        return {store.place: [*store.dropped.items()] for store in self._stores}
 
-    def restore(self, dumped: Mapping[str, Mapping[str, int]]) -> None:
+    def restore(self, dumped: Mapping[str, Sequence[tuple[bytes, int]]]) -> None:
         """The memory of another process is here, which had dropped this."""
         for store in self._stores:
             store.dropped.clear()
-            for tenant_hex, generation in dumped.get(store.place, {}).items():
-                store.dropped[bytes.fromhex(tenant_hex)] = generation
+            store.dropped.update(dumped.get(store.place, ()))
         self._steps = None
 
 

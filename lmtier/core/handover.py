@@ -1,6 +1,6 @@
-"""What one cache leaves to the next: its handover file, its memory and the locks of its tiers.
+"""What one cache leaves to the next: the facts of its handover file, its memory and the locks of its tiers.
 
-The file lists the slab's chunks in their order of eviction, with leases, lifetimes and pins, and what engines
+The facts list the slab's chunks in their order of eviction, with leases, lifetimes and pins, and what engines
 hold. Nothing here copies KV: the next cache maps the same memory. A tier below tells what still waits to be
 written. If it is small, it tells what it holds. If not, the next cache scans it, under the lock that it gets.
 
@@ -10,19 +10,18 @@ also if its chunk was deleted meanwhile (GONE).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmtier.core.grant import Grant
 from lmtier.core.index import Index
 from lmtier.core.match import Entry, EntryState, Lookup, placement_of
 from lmtier.core.owned import OwnedTier
 from lmtier.core.placement import keys_of, read_form, write_form
-from lmtier.format.handover_file import HandoverFile, HandoverFileError
-from lmtier.format.keys import KEY_BYTES
+from lmtier.format.handover_file import HandoverFileError, pack
 from lmtier.format.layout import ChunkForm, Shard, padded
 from lmtier.format.objects import Provenance
 from lmtier.rules.worth import Cost
@@ -38,120 +37,129 @@ _PLAIN = ("asked_tokens", "deadline", "cut_reason", "found", "settled", "asker",
 """The fields of a match that JSON holds as they are."""
 
 
-class FormTable:
-    """A table of forms: the file names a form by its number."""
+class HandoverRow(NamedTuple):
+    """An entry, as the file has it."""
 
-    def __init__(self, dumped: Sequence[Sequence[str]] = ()) -> None:
-        self._forms = [read_form([part.encode() for part in form_parts]) for form_parts in dumped]
-        self._numbers = {form: number for number, form in enumerate(self._forms)}
-
-    def number(self, form: ChunkForm) -> int:
-        number = self._numbers.setdefault(form, len(self._forms))
-        if number == len(self._forms):
-            self._forms.append(form)
-        return number
-
-    def __getitem__(self, number: int) -> ChunkForm:
-        return self._forms[number]
-
-    def dump(self) -> list[list[str]]:
-        return [[part.decode() for part in write_form(form)] for form in self._forms]
+    key: bytes
+    form: int
+    nbytes: int
+    state: int
+    is_reused: bool
+    by: int
+    """The number of the name of who stored it."""
+    at: int
+    last_used_ns: int
+    parent: int
+    """The number of its parent's row; -1: it has none."""
+    end: float
+    is_pinned: bool
 
 
-# ---- telling
+_ROW = struct.Struct("<32sIQB?IQqqd?")
+"""JSON would take ten times as long, and no server answers meanwhile."""
 
 
 class HandoverWriter:
-    """Writes the file of a cache that stands still. `file.facts` and `forms` are open to the owner."""
+    """Writes the facts of a cache that stands still. The owner adds its own."""
 
     def __init__(self, cache: Cache) -> None:
-        self.file = HandoverFile()
-        self.forms = FormTable()
-        self._numbers: dict[Entry, int] = {}
-        self._entries: list[Entry] = []
+        self.facts: dict[str, Any] = {}
         self._cache = cache
+        self._forms: dict[ChunkForm, int] = {}
+        self._numbers: dict[Entry, int] = {}
+
+    def form(self, form: ChunkForm) -> int:
+        """The number of a form in the file."""
+        return self._forms.setdefault(form, len(self._forms))
+
+    def pack(self) -> bytes:
+        return pack(self.facts | {"forms": [write_form(form) for form in self._forms]})
 
     def write_cache(self, matches: Sequence[Lookup], saves: Sequence[Grant]) -> None:
         """Tell the slab, and what of it engines hold. Chunks that none of `saves` fills are left out."""
-        index, open_ones = self._cache.index, self._cache.reservations.open
+        cache, index, open_ones = self._cache, self._cache.index, self._cache.reservations.open
         filling = dict.fromkeys(each for grant in saves for each in open_ones[grant.id].entries.values())
         leased_entries = [entry for match in matches for entry in _entries_of(match)] + [*filling]
-        order = dict.fromkeys(each for each in index.order() if each.state is not EntryState.GONE)
-        order |= dict.fromkeys(index.entries_now())
-        handed_entries = [each for each in order if each.state is EntryState.READY or each in filling]
-        self._entries = list(dict.fromkeys([*handed_entries, *leased_entries]))
-        self._numbers = {entry: number for number, entry in enumerate(self._entries)}
-        self._tell_entries("", self._entries, index)
-        pinning = self._cache.pinning
-        pins = [
-            [pin.name, b"".join(pin.keys).hex(), pin.end, pins is pinning.hinted]
-            for pins in (pinning.pins, pinning.hinted)
-            for pin in pins
-        ]
-        tiers = list[dict[str, str]]()
-        for spec, tier in zip(self._cache.config.cache_tiers[1:], self._cache.lower, strict=True):
-            tiers.append({"place": spec.base_url, "writes": b"".join(tier.waiting_writes).hex()})
+        handed_entries = [each for each in _order(index) if each.state is EntryState.READY or each in filling]
+        entries = list(dict.fromkeys([*handed_entries, *leased_entries]))
+        self._numbers = {entry: number for number, entry in enumerate(entries)}
+        tiers = dict[str, dict[str, Any]]()
+        for spec, tier in zip(cache.config.cache_tiers[1:], cache.lower, strict=True):
+            told = tiers[spec.base_url] = {"writes": b"".join(tier.waiting_writes)}
             if isinstance(tier, OwnedTier) and tier.is_warm and len(tier.index) <= MOST_BELOW:
-                order = dict.fromkeys(tier.index.order()) | dict.fromkeys(tier.index.entries_now())
-                self._tell_entries(spec.base_url, [*tier.outdated.copies(), *order], tier.index)
-        self.file.facts |= {"capacity": self._cache.slab.capacity, "pins": pins, "tiers": tiers}
-        self.file.facts["dropped"] = self._cache.forgotten_tenants.dropped_generations()
+                told |= self._place([*tier.outdated.copies(), *_order(tier.index)], tier.index)
+        pinning = cache.pinning
+        self.facts |= {
+            "capacity": cache.slab.capacity,
+            "slab": self._place(entries, index),
+            "tiers": tiers,
+            "pins": [
+                (pin.name, b"".join(pin.keys), pin.end, pins is pinning.hinted)
+                for pins in (pinning.pins, pinning.hinted)
+                for pin in pins
+            ],
+            "dropped": cache.forgotten_tenants.dropped_generations(),
+        }
 
-    def _tell_entries(self, prefix: str, entries: list[Entry], index: Index) -> None:
-        """`prefix`: of a tier; empty: the slab."""
-        columns, expiries = self.file.columns, index.expiries
-        numbers = {entry: number for number, entry in enumerate(entries)}
+    def _place(self, entries: Sequence[Entry], index: Index) -> dict[str, Any]:
+        numbers: dict[Entry | None, int] = {entry: number for number, entry in enumerate(entries)}
         makers: dict[str, int] = {}
         rows = [
-            (
-                self.forms.number(each.form),
-                -1 if each.parent is None else numbers.get(each.parent, -1),
-                int(each.state),
+            _ROW.pack(
+                each.key,
+                self.form(each.form),
+                each.nbytes,
+                each.state,
                 each.is_reused,
                 makers.setdefault(each.provenance.by, len(makers)),
                 each.provenance.at,
-                each.nbytes,
                 each.last_used_ns,
+                numbers.get(each.parent, -1),
+                index.expiries.expiry(each),
+                each in index.pinned,
             )
             for each in entries
         ]
-        columns[prefix + "keys"] = b"".join(each.key for each in entries)
-        columns[prefix + "rows"] = np.array(rows, "<i8").tobytes()
-        columns[prefix + "ends"] = np.array([expiries.expiry(each) for each in entries], "<f8").tobytes()
-        columns[prefix + "offsets"] = np.array(
-            [offset for each in entries for offset in each.offsets], "<u8"
-        ).tobytes()
-        prints = {n: [mark.hex() for mark in each.marks] for n, each in enumerate(entries) if each.marks}
-        pinned = [n for n, each in enumerate(entries) if each in index.pinned]
-        details = {"makers": list(makers), "prints": list(prints.items()), "pinned": pinned}
-        self.file.facts[prefix + "others"] = details
+        offsets = [offset for each in entries for offset in each.offsets]
+        return {
+            "rows": b"".join(rows),
+            "offsets": struct.pack(f"<{len(offsets)}Q", *offsets),
+            "marks": [(number, each.marks) for number, each in enumerate(entries) if each.marks],
+            "makers": list(makers),
+        }
 
     def match(self, match: Lookup) -> dict[str, Any]:
         if match.pending_lookups or match.pending_loads:
             raise HandoverFileError("a match still waits for a tier")
-        record: dict[str, Any] = {name: getattr(match, name) for name in _PLAIN}
-        record["keys"] = b"".join(match.keys).hex()
-        record["form"] = self.forms.number(match.form)
-        record["ends"] = None if match.state_form is None else self.forms.number(match.state_form)
-        record["end"] = None if match.state_match is None else self.match(match.state_match)
-        record["run"] = [self._numbers[entry] for entry in match.run]
-        record["cost"] = None if match.cost is None else list(match.cost)
-        record["decision"] = match.decision
-        record["states"] = list(match.states.items())
-        return record
+        return {name: getattr(match, name) for name in _PLAIN} | {
+            "keys": b"".join(match.keys),
+            "form": self.form(match.form),
+            "ends": None if match.state_form is None else self.form(match.state_form),
+            "end": None if match.state_match is None else self.match(match.state_match),
+            "run": [self._numbers[entry] for entry in match.run],
+            "cost": match.cost,
+            "decision": match.decision,
+            "states": [*match.states.items()],
+        }
 
     def reservation(self, grant: Grant) -> dict[str, Any]:
         reservation = self._cache.reservations.open[grant.id]
         return {
-            "form": self.forms.number(grant.form),
-            "entries": [[chunk, self._numbers[entry]] for chunk, entry in reservation.entries.items()],
+            "form": self.form(grant.form),
+            "entries": [(chunk, self._numbers[entry]) for chunk, entry in reservation.entries.items()],
             "known": grant.leading_stored,
             "dropped": grant.dropped,
             "left": [str(shard) for shard in reservation.pending_shards],
-            "prints": [[n, [mark.hex() for mark in marks]] for n, marks in reservation.marks.items()],
+            "marks": [*reservation.marks.items()],
             "aborted": reservation.is_aborted,
             "ttl": reservation.ttl,
         }
+
+
+def _order(index: Index) -> Iterable[Entry]:
+    """All entries but those that are GONE, the first to leave first."""
+    order = dict.fromkeys(each for each in index.order() if each.state is not EntryState.GONE)
+    return order | dict.fromkeys(index.entries_now())
 
 
 def _entries_of(match: Lookup) -> list[Entry]:
@@ -165,22 +173,22 @@ def _entries_of(match: Lookup) -> list[Entry]:
 class Handover:
     """What a cache begins with, in place of nothing."""
 
-    file: HandoverFile
+    facts: dict[str, Any]
     slab: int
     """The descriptor of its memory."""
     presence: int | None = None
     """The descriptor of its table of presence, writable."""
     locks: Mapping[str, int] = field(default_factory=dict)
     """The locked files of tiers, by `TierSpec.place`."""
-    forms: FormTable = field(init=False)
+    forms: list[ChunkForm] = field(init=False)
     _entries: list[Entry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.forms = FormTable(self.file.facts.get("forms", ()))
+        self.forms = [read_form(parts) for parts in self.facts.get("forms", ())]
 
     @property
     def capacity(self) -> int:
-        return int(self.file.facts["capacity"])
+        return int(self.facts["capacity"])
 
     def enter(self, cache: Cache) -> None:
         """Fill the empty slab and index of `cache`. HandoverFileError: the file contradicts itself.
@@ -192,15 +200,15 @@ class Handover:
                 self._enter(cache)
         except BaseException as error:
             cache.close_after_handover()
-            if isinstance(error, ValueError | KeyError | TypeError | IndexError):
+            if isinstance(error, ValueError | KeyError | TypeError | IndexError | struct.error):
                 raise HandoverFileError(f"the handover file contradicts itself: {error!r}") from None
             raise
 
     def _enter(self, cache: Cache) -> None:
-        facts, index, allocated = self.file.facts, cache.index, dict[int, int]()
-        places = [("", index)]
-        slab_rows = self._read("")
-        for entry, _, _ in slab_rows:
+        facts, index, allocated = self.facts, cache.index, dict[int, int]()
+        rows, self._entries = self._read(facts["slab"])
+        places = {index: rows}
+        for entry in self._entries:
             if entry.nbytes != entry.form.slab_bytes:
                 raise ValueError(f"{entry.nbytes} bytes for a chunk of {entry.form.slab_bytes}")
             for offset, size in zip(entry.offsets, entry.form.sizes, strict=True):
@@ -208,19 +216,16 @@ class Handover:
                     raise ValueError(f"two chunks at {offset}")
                 allocated[offset] = padded(size)
         cache.slab.restore(allocated)
-        self._entries = [entry for entry, _, _ in slab_rows]
-        _resume(index, slab_rows)
-        cache.memory.deleted_in_use.update(
-            entry for entry, _, _ in slab_rows if entry.state is EntryState.GONE
-        )
+        cache.memory.deleted_in_use.update(each for each in self._entries if each.state is EntryState.GONE)
         cache.forgotten_tenants.restore(facts.get("dropped", {}))  # without: all leave once more
-        writes = {tier_facts["place"]: _keys(tier_facts["writes"]) for tier_facts in facts["tiers"]}
+        _resume(index, rows, self._entries)
         for spec, tier in zip(cache.config.cache_tiers[1:], cache.lower, strict=True):
+            told = facts["tiers"].get(spec.base_url, {})
             if isinstance(tier, OwnedTier) and self.knows(spec.base_url):
-                _resume(tier.index, self._read(spec.base_url))
-                places.append((spec.base_url, tier.index))
+                places[tier.index], entries = self._read(told)
+                _resume(tier.index, places[tier.index], entries)
                 tier.finish_restore()
-            for key in writes.get(spec.base_url, ()):
+            for key in keys_of(told.get("writes", b"")):
                 queued_entry = index.get(key)
                 if queued_entry is not None and queued_entry.state is not EntryState.READY:
                     queued_entry = None
@@ -234,53 +239,45 @@ class Handover:
                     tier.queue_write(queued_entry)
         # Last, so that nothing is pinned before it is known what was. Those of hints first: all pins together
         # may take more than a quarter.
-        for pin in facts["pins"]:
-            pins = cache.pinning.hinted if pin[3] else cache.pinning.pins
-            pins.put(pin[0], _keys(pin[1]), pin[2])
-        for prefix, place_index in places:
-            keys = keys_of(bytes(self.file.column(prefix + "keys")))
-            pinned = [keys[number] for number in facts[prefix + "others"]["pinned"]]
+        for name, keys, end, is_hinted in facts["pins"]:
+            (cache.pinning.hinted if is_hinted else cache.pinning.pins).put(name, keys_of(keys), end)
+        for place_index, rows in places.items():
+            pinned = [row.key for row in rows if row.is_pinned]
             for key in sorted(pinned, key=place_index.keys_to_pin.__contains__):
                 if (kept := place_index.get(key)) is not None and kept.state is EntryState.READY:
                     place_index.pin(kept)
 
     def knows(self, place: str) -> bool:
         """Whether the file lists what this tier holds, and only this process will write there."""
-        return place in self.locks and place + "keys" in self.file.columns
+        return place in self.locks and "rows" in self.facts["tiers"].get(place, ())
 
-    def _read(self, place: str) -> list[tuple[Entry, int, float]]:
-        """The entries of a place, each with the number of its parent and its end."""
-        file, details = self.file, self.file.facts[place + "others"]
-        keys = keys_of(bytes(file.column(place + "keys")))
-        rows = np.frombuffer(file.column(place + "rows"), "<i8").reshape(-1, 8).tolist()
-        ends = np.frombuffer(file.column(place + "ends"), "<f8").tolist()
-        offsets = iter(np.frombuffer(file.column(place + "offsets"), "<u8").tolist())
-        makers, entries = details["makers"], list[tuple[Entry, int, float]]()
-        if not len(keys) == len(rows) == len(ends):
-            raise ValueError("the columns have different lengths")
-        for key, (form, parent, state, seen, by, at, nbytes, used), end in zip(keys, rows, ends, strict=True):
-            entry = Entry(key, self.forms[form], nbytes, EntryState(state), used)
-            entry.is_reused, entry.provenance = bool(seen), Provenance(makers[by], at)
-            entry.offsets = () if place else tuple(next(offsets) for _ in entry.form.shards)
-            entries.append((entry, parent, end))
-        for number, marks in details["prints"]:
-            entries[number][0].marks = tuple(map(bytes.fromhex, marks))
-        return entries
+    def _read(self, place: Mapping[str, Any]) -> tuple[list[HandoverRow], list[Entry]]:
+        rows, entries = list(map(HandoverRow._make, _ROW.iter_unpack(place["rows"]))), list[Entry]()
+        offsets, makers = iter(memoryview(place["offsets"]).cast("Q")), place["makers"]
+        for row in rows:
+            entry = Entry(row.key, self.forms[row.form], row.nbytes, EntryState(row.state), row.last_used_ns)
+            entry.is_reused, entry.provenance = row.is_reused, Provenance(makers[row.by], row.at)
+            entry.offsets = tuple(islice(offsets, len(entry.form.shards)))  # in the slab
+            entries.append(entry)
+        for number, marks in place["marks"]:
+            entries[number].marks = tuple(marks)
+        return rows, entries
 
     def match(self, dumped: Mapping[str, Any], cache: Cache) -> Lookup:
         """A match that an engine holds: its leases go on."""
+        ends, end, cost = dumped["ends"], dumped["end"], dumped["cost"]
         run = [self._entries[number] for number in dumped["run"]]
-        state_form = None if dumped["ends"] is None else self.forms[dumped["ends"]]
-        match = Lookup(_keys(dumped["keys"]), 0.0, state_form, id=0, form=self.forms[dumped["form"]], run=run)
+        state_form = None if ends is None else self.forms[ends]
+        match = Lookup(
+            keys_of(dumped["keys"]), 0.0, state_form, id=0, form=self.forms[dumped["form"]], run=run
+        )
         for name in _PLAIN:
             setattr(match, name, dumped[name])
-        match.cost = None if dumped["cost"] is None else Cost(*dumped["cost"])
-        match.decision = (
-            None if dumped["decision"] is None else (dumped["decision"][0], dumped["decision"][1])
-        )
-        match.states = {int(chunks): tier for chunks, tier in dumped["states"]}
-        if dumped["end"] is not None:
-            match.state_match = self.match(dumped["end"], cache)
+        match.cost = None if cost is None else Cost(*cost)
+        match.decision = None if dumped["decision"] is None else tuple(dumped["decision"])
+        match.states = dict(dumped["states"])
+        if end is not None:
+            match.state_match = self.match(end, cache)
             match.state_match.prompt_match = match
         cache.restore(match)
         return match
@@ -293,21 +290,14 @@ class Handover:
         places = placement_of(form, tuple(entry.key for entry in entries.values()), entries.values())
         grant = Grant(0, tuple(entries), places, None, dumped["known"], dumped["dropped"])
         reservation = cache.reservations.restore(grant, entries, pending_shards)
-        reservation.marks = {n: [bytes.fromhex(mark) for mark in marks] for n, marks in dumped["prints"]}
+        reservation.marks = dict(dumped["marks"])
         reservation.is_aborted, reservation.ttl = dumped["aborted"], dumped["ttl"]
         return reservation.grant
 
 
-def _keys(text: str) -> tuple[bytes, ...]:
-    keys = keys_of(bytes.fromhex(text))
-    if keys and len(keys[-1]) != KEY_BYTES:
-        raise ValueError("a key was cut")
-    return keys
-
-
-def _resume(index: Index, rows: Sequence[tuple[Entry, int, float]]) -> None:
-    for entry, parent_number, end in rows:
+def _resume(index: Index, rows: Sequence[HandoverRow], entries: Sequence[Entry]) -> None:
+    for row, entry in zip(rows, entries, strict=True):
         index.restore(entry)
         if entry.state is not EntryState.GONE:
-            index.link(entry, rows[parent_number][0] if parent_number >= 0 else None)
-            index.expiries.set(entry, end)
+            index.link(entry, entries[row.parent] if row.parent >= 0 else None)
+            index.expiries.set(entry, row.end)

@@ -33,8 +33,6 @@ class WithDescriptors(NamedTuple):
 
     value: Any
     fds: tuple[int, ...]
-    closes: bool = False
-    """The files are closed here once they are sent, or cannot be sent."""
 
 
 class _NoAnswer(Enum):

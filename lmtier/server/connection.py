@@ -7,7 +7,6 @@ stuck. `close` releases everything that its present command held.
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 import time
@@ -61,11 +60,6 @@ class _Out(NamedTuple):
     fds: tuple[int, ...] = ()
     held_bytes: int = 0
     """The bytes of memory that it takes. A view of the slab takes none."""
-
-
-def _close(fds: tuple[int, ...]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 class Channel:
@@ -337,8 +331,7 @@ class Connection(Channel):
             self.push(answer.view, answer.on_sent)
             self.push(CRLF)
         elif isinstance(answer, WithDescriptors):
-            sent = partial(_close, answer.fds) if answer.closes else None
-            self.push(encode(answer.value, self.caller.resp3), sent, answer.fds)
+            self.push(encode(answer.value, self.caller.resp3), fds=answer.fds)
         elif answer is not ALREADY_SENT:
             self.push(encode(answer, self.caller.resp3))
 
@@ -362,8 +355,8 @@ class Connection(Channel):
         )
         caller = self.caller
         return {
-            "input": (restartable + (self._commands.unread() or b"")).hex(),
-            "output": b"".join(piece.view for piece in self._out).hex(),
+            "input": restartable + (self._commands.unread() or b""),
+            "output": b"".join(piece.view for piece in self._out),
             "address": caller.address,
             "is_local": caller.is_local,
             "role": int(caller.role),
@@ -379,9 +372,9 @@ class Connection(Channel):
 
     def restore(self, dumped: dict[str, Any]) -> None:
         """Go on where another process stopped."""
-        if output := bytes.fromhex(dumped["output"]):
-            self.push(output)
-        self._commands.restore(bytes.fromhex(dumped["input"]))
+        if dumped["output"]:
+            self.push(dumped["output"])
+        self._commands.restore(dumped["input"])
         self.needs_turn = True
 
     def take_input(self) -> bytes:

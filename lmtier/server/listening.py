@@ -39,20 +39,20 @@ class Listeners:
         self.addresses: list[tuple[str, str]] = []
         """The kind and the address of each listener."""
 
-    def open(self, inherited: Mapping[str, int] | None = None) -> None:
-        """Listen. `inherited`: the listeners of a server before this one, by kind and configured address."""
-        inherited, has_inherited = dict(inherited or {}), bool(inherited)
+    def open(self, inherited: Mapping[str, int]) -> None:
+        """Listen. `inherited`: the descriptors that a server before this one gave, by name."""
+        theirs = {name: fd for name, fd in inherited.items() if name.startswith("door ")}
         try:
             for kind, address in self._wanted():
-                fd = inherited.pop(f"{kind} {address}", None)
+                fd = theirs.pop(f"door {kind} {address}", None)
                 if fd is not None:
                     self._add(socket.socket(fileno=fd), kind)
                 else:
                     self._add(_unix(Path(address)) if kind == "unix" else _tcp(address), kind)
-            for fd in inherited.values():
+            for fd in theirs.values():
                 os.close(fd)
         except BaseException:
-            self.close_after_takeover() if has_inherited else self.close()
+            self.close(keeps_paths=bool(inherited))
             raise
 
     def _wanted(self) -> list[tuple[str, str]]:
@@ -60,16 +60,10 @@ class Listeners:
         configured = [("redis", serving.listen), ("http", serving.http), ("unix", serving.unix)]
         return [each for each in configured if each[1]]
 
-    def files(self) -> list[tuple[str, int]]:
+    def files(self) -> dict[str, int]:
         """The listeners for the next server: kind and configured address, and the descriptor."""
         address_of_kind = dict(self._wanted())
-        return [(f"door {door.kind} {address_of_kind[door.kind]}", fd) for fd, door in self.by_fd.items()]
-
-    def close_after_takeover(self) -> None:
-        """Another server listens here now."""
-        for listener, _ in self.by_fd.values():
-            listener.close()
-        self.by_fd.clear()
+        return {f"door {door.kind} {address_of_kind[door.kind]}": fd for fd, door in self.by_fd.items()}
 
     def _add(self, listener: socket.socket, kind: str) -> None:
         forks.close_in_child(listener)
@@ -98,9 +92,10 @@ class Listeners:
         except ConfigError as error:
             log.error("lmtier: the old tokens and certificates stay in use: %s", error)
 
-    def close(self) -> None:
+    def close(self, *, keeps_paths: bool = False) -> None:
+        """`keeps_paths`: another server listens here."""
         for listener, _ in self.by_fd.values():
-            if listener.family == socket.AF_UNIX:
+            if listener.family == socket.AF_UNIX and not keeps_paths:
                 with suppress(OSError):
                     os.unlink(listener.getsockname())
             listener.close()

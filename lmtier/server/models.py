@@ -7,7 +7,7 @@ from collections.abc import ItemsView
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
-from lmtier.core.handover import FormTable
+from lmtier.core.handover import Handover, HandoverWriter
 from lmtier.format.keys import Identity, namespace
 from lmtier.format.layout import ChunkForm
 from lmtier.wire.verbs import MAX_MODELS
@@ -41,9 +41,9 @@ class Models:
         names = (identity.model for identity, _ in self._forms)
         return next((name for name in names if namespace(name) == prefix), "")
 
-    def dump(self, forms: FormTable) -> list[Any]:
-        return [[asdict(identity), lora, forms.number(form)] for (identity, lora), form in self.items()]
+    def dump(self, writer: HandoverWriter) -> list[Any]:
+        return [(asdict(identity), lora, writer.form(form)) for (identity, lora), form in self.items()]
 
-    def restore(self, dumped: list[Any], forms: FormTable) -> None:
+    def restore(self, dumped: list[Any], handover: Handover) -> None:
         for identity, lora, form in dumped:
-            self._forms[Identity(**identity), lora] = forms[form]
+            self._forms[Identity(**identity), lora] = handover.forms[form]

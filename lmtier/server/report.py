@@ -461,12 +461,12 @@ class History:
         return json.loads(self._rows[max(0, after - 1)][1]) if self._rows else None
 
     def dump(self) -> dict[str, Any]:
-        return {"names": [*Counters.__annotations__], "rows": [(at, row.decode()) for at, row in self._rows]}
+        return {"names": [*Counters.__annotations__], "rows": list(self._rows)}
 
     def restore(self, dumped: Mapping[str, Any]) -> None:
         """Begin with the rows of another server, unless it kept fewer counters in a row."""
         if Counters.__annotations__.keys() <= {*dumped.get("names", ())}:
-            self._rows.extend((at, row.encode()) for at, row in dumped["rows"])
+            self._rows.extend(dumped["rows"])
 
     def to_json(self) -> bytes:
         """The rows, the oldest first, and the meaning of each reason for a miss and their groups."""

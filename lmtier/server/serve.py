@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmtier import forks
@@ -45,7 +46,7 @@ from lmtier.server.redis.info import info, settings
 from lmtier.server.redis.service import ServerCommands
 from lmtier.server.report import Report
 from lmtier.server.request_log import RequestLog
-from lmtier.server.takeover import ServerHandover, TakeoverReceiver, TakeoverSender
+from lmtier.server.takeover import TakenOver, TakeoverReceiver, TakeoverSender
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 from lmtier.threads import RestingCollector
@@ -66,10 +67,8 @@ _TOO_MANY = b"-ERR max number of clients reached\r\n"
 class Server:
     """The constructor opens everything, so that errors are reported at once; `run` serves."""
 
-    def __init__(
-        self, config: Config, serving: ServerConfig, predecessor: TakeoverReceiver | None = None
-    ) -> None:
-        """`predecessor`: the running server from which this one takes over."""
+    def __init__(self, config: Config, serving: ServerConfig, takeover_path: Path | None = None) -> None:
+        """`takeover_path`: the Unix socket of the running server from which this one takes over."""
         self.serving = serving
         self._listeners = Listeners(serving)
         self.addresses = self._listeners.addresses
@@ -104,14 +103,15 @@ class Server:
             raise ConfigError(
                 f"{config.gpu}: engines have the GPU, not the server: move this tier to their settings"
             )
-        if predecessor is not None and serving.kv_events:
+        if takeover_path is not None and serving.kv_events:
             raise ConfigError(
                 "serve: kv_events and --takeover do not go together yet: stop the running server first"
             )
         # Before the cache, so that an address in use is reported before any tier is opened.
+        predecessor = None if takeover_path is None else TakeoverReceiver(takeover_path, config)
         self._predecessor = predecessor
-        arrival = predecessor.receive() if predecessor is not None else None
-        self._listeners.open(arrival.listeners if arrival else None)
+        handover = predecessor.handover if predecessor else None
+        self._listeners.open(predecessor.files if predecessor else {})
         try:
             if serving.request_log:
                 self._log = RequestLog(serving.request_log, config.chunk_tokens, metrics)
@@ -122,10 +122,10 @@ class Server:
                 shared=bool(serving.unix),
                 wake=self._wake,
                 is_record=is_value,
-                handover=arrival.handover if arrival else None,
+                handover=handover,
             )
         except BaseException:
-            self._listeners.close_after_takeover() if arrival else self._listeners.close()
+            self._listeners.close(keeps_paths=predecessor is not None)
             if self._log is not None:
                 self._log.close()
             raise
@@ -142,7 +142,6 @@ class Server:
         self._engines = EngineVerbs(
             self.cache, self._log, self._tracing, self._report, self._transactions.alone
         )
-        handover = arrival.handover if arrival else None
         sessions = self._engines.restore_sessions(handover) if handover else []
         self._publish()
         self._wrong = WrongTokens(metrics)
@@ -159,17 +158,16 @@ class Server:
             **self._transactions.table(),
             **self._engines.table(),
         }
-        self._takeover_sender = TakeoverSender(
+        sender = TakeoverSender(
             self.cache,
             self._engines,
             self._connections,
             self._listeners,
-            lambda fd: self._epoll.register(fd, select.EPOLLIN),
+            self._report,
             self._give_turn,
             lambda: self._transactions.are_running,
-            lambda: self._report.dump(),
         )
-        table[b"LMTIER.TAKEOVER"] = self._takeover_sender.command()
+        table[b"LMTIER.TAKEOVER"] = sender.command()
         service.everything = table
         self._dispatch = Dispatch(self.cache, self._values, self._transactions, table)
         self._http = Http(
@@ -180,8 +178,8 @@ class Server:
             (*serving.http_names.replace(",", " ").split(), socket.gethostname()),
         )
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
-        if arrival is not None:
-            self._restore_connections(arrival, sessions)
+        if predecessor is not None:
+            self._restore_connections(predecessor, sessions)
         metrics.clients_remember.set_function(lambda: self._ledger.total)
         for kind in ("redis", "engine", "http", "console"):
             metrics.clients.labels(kind).set_function(partial(self._connections.of_kind, kind))
@@ -218,10 +216,11 @@ class Server:
                     address,
                 )
 
-    def _restore_connections(self, arrival: ServerHandover, sessions: list[EngineSession]) -> None:
+    def _restore_connections(self, predecessor: TakeoverReceiver, sessions: list[EngineSession]) -> None:
         """Go on with the connections of another process."""
-        for fd, dumped in arrival.connections:
-            sock = socket.socket(fileno=fd)
+        facts, files = predecessor.facts, predecessor.files
+        for number, dumped in enumerate(facts["clients"]):
+            sock = socket.socket(fileno=files[f"client {number}"])
             forks.close_in_child(sock)
             caller = Caller(next(self._ids), dumped["address"], dumped["is_local"], role=Role(dumped["role"]))
             caller.resp3, caller.name, caller.kind = dumped["resp3"], dumped["name"], dumped["kind"]
@@ -245,12 +244,11 @@ class Server:
             connection.restore(dumped)
             self._update_events(connection)
         self._values.restore_expiries()
-        facts = arrival.handover.file.facts
         seconds = takeover.restore_metrics(self.cache.metrics, facts)
         self._report.restore(facts.get("report", {}))
         log.info(
             "lmtier: takes over from a server of version %s with %d chunks and %d connections, after %.0f ms",
-            *(facts["version"], len(self.cache.index), len(arrival.connections)),
+            *(facts["version"], len(self.cache.index), len(facts["clients"])),
             1000 * seconds,
         )
 
@@ -260,22 +258,20 @@ class Server:
         """Serve until `stop` or a signal; then finish, and close the cache."""
         if self._predecessor is not None:
             try:
-                self._predecessor.commit_takeover()
+                self._predecessor.commit()
             except BaseException:
-                self._exit_after_takeover()
+                self._exit_after_takeover(os.getpid())
                 raise
             self.cache.complete_takeover()
         for fd in self._listeners.by_fd:
             self._epoll.register(fd, select.EPOLLIN)
         tell_systemd("READY=1")
-        next_tick, is_taken_over = 0.0, False
+        next_tick, next_pid = 0.0, 0
         self._collector.begin(self._entries())
         self._ran = time.thread_time()
         try:
             while not self._is_done():
-                is_work_pending = (
-                    self._resumable or self._transactions.are_running or self._takeover_sender.is_under_way
-                )
+                is_work_pending = self._resumable or self._transactions.are_running
                 timeout = _SOON if is_work_pending else _TICK
                 if (
                     self._transactions.goes_on
@@ -298,14 +294,13 @@ class Server:
                     self._update_events(connection)
                     if self._ledger.is_over_limit:
                         self._close_largest_clients()
-                if self._takeover_sender.turn():
-                    is_taken_over = True
-                    return
                 if (now := time.monotonic()) >= next_tick:
                     next_tick = now + _TICK
                     self._tick(now)
+        except TakenOver as taken_over:
+            next_pid = taken_over.pid
         finally:
-            self._exit_after_takeover() if is_taken_over else self._finish()
+            self._exit_after_takeover(next_pid) if next_pid else self._finish()
 
     def stop(self) -> None:
         """Finish running requests within the grace period, then stop. A signal handler may call it."""
@@ -486,7 +481,6 @@ class Server:
             tell_systemd("STOPPING=1")
             log.info("lmtier: stopping; running requests have %.0f s to finish", self.serving.grace)
             self._close_doors()
-            self._takeover_sender.stop()
         is_past_grace = time.monotonic() > self._stop_at
         for connection in self._connections:
             if connection.is_idle or is_past_grace:
@@ -500,10 +494,10 @@ class Server:
                 self._epoll.unregister(fd)
         self._listeners.close()
 
-    def _exit_after_takeover(self) -> None:
-        """Another process serves: end without a change to what is its own now."""
-        tell_systemd(f"STOPPING=1\nMAINPID={self._takeover_sender.pid or os.getpid()}")
-        self._listeners.close_after_takeover()
+    def _exit_after_takeover(self, pid: int) -> None:
+        """Another process serves: end without a change to what is its own now. `pid`: the main process."""
+        tell_systemd(f"STOPPING=1\nMAINPID={pid}")
+        self._listeners.close(keeps_paths=True)
         for connection in self._connections:
             connection.sock.close()
         self.cache.close_after_handover()

@@ -52,5 +52,5 @@ VERBS: Final[Mapping[str, Verb]] = {
     "CALL": Verb("path [json …]", role="look"),
     "HAS": Verb("object …"),
     "READ": Verb("object"),
-    "TAKEOVER": Verb("version", "admin", role="admin", is_audited=True),
+    "TAKEOVER": Verb("version chunk_tokens approximation memory", "admin", role="admin", is_audited=True),
 }

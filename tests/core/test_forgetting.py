@@ -16,6 +16,7 @@ from lmtier.core.forgetting import BY_TENANT, BY_TIER, NOT, forget, forgetting
 from lmtier.core.handover import Handover, HandoverWriter
 from lmtier.core.match import EntryState
 from lmtier.errors import MisuseError
+from lmtier.format.handover_file import unpack
 from lmtier.format.keys import NO_TENANT, tenant, tenant_of
 from lmtier.format.layout import Layout, Name, form_of
 from lmtier.format.objects import Selector
@@ -412,10 +413,9 @@ def test_what_the_process_before_had_not_dropped_is_not_found_in_the_one_that_ta
         save(before, keys(B, 2))
         writer = HandoverWriter(before)
         writer.write_cache((), ())
-        writer.file.facts["forms"] = writer.forms.dump()
         assert before.slab.fd is not None
         keyring(1, tenants=tenants).tenants.forget(A)  # type: ignore[union-attr]  # it has some
-        handover = Handover(writer.file, os.dup(before.slab.fd))
+        handover = Handover(unpack(writer.pack()), os.dup(before.slab.fd))
         with cache_over(SEALED, tiers=sealed(), shared=True, handover=handover) as after:
             assert found(after, keys(A, 2)) == []
             assert found(after, keys(B, 2)) == ["cpu"] * 2

@@ -11,7 +11,7 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.core.handover import Handover, HandoverWriter
-from lmtier.format.handover_file import HandoverFile
+from lmtier.format.handover_file import unpack
 from lmtier.format.keys import is_value
 from lmtier.format.layout import PAGE, Name
 from lmtier.format.objects import EVERYTHING, read_header
@@ -287,12 +287,10 @@ def handed_over(cache: Cache, *, is_known: bool = True) -> Handover:
     """`is_known`: the handover file lists what the first tier below holds."""
     writer = HandoverWriter(cache)
     writer.write_cache([], [])
-    writer.file.facts["forms"] = writer.forms.dump()
-    file = HandoverFile.unpack(b"".join(writer.file.pack()))
     assert cache.slab.fd is not None
     assert cache.presence is not None
     locks = {cache.config.cache_tiers[1].base_url: os.open(os.devnull, os.O_RDONLY)} if is_known else {}
-    return Handover(file, os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
+    return Handover(unpack(writer.pack()), os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
 
 
 def test_the_next_cache_writes_the_value_that_waits_over_the_one_that_is_stored(opened):

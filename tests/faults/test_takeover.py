@@ -42,19 +42,18 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 if death == "damaged":
-    unpack = takeover.HandoverFile.unpack
+    unpack = takeover.unpack
     def damaged(data):
         some = bytearray(data)
         some[len(some) // 2] ^= 1
         return unpack(some)
-    takeover.HandoverFile.unpack = damaged
-before = takeover.TakeoverReceiver(Path(path), config) if path else None
+    takeover.unpack = damaged
 if death == "asked":
-    die()
+    takeover.TakeoverReceiver._receive = lambda self: die()
 if death == "got":
-    before.receive()
+    takeover.TakeoverReceiver(Path(path), config)
     die()
-server = serve.Server(config, ServerConfig(**serving), before)
+server = serve.Server(config, ServerConfig(**serving), Path(path) if path else None)
 if death == "entered":
     die()
 if death == "late":
@@ -319,15 +318,15 @@ def test_room_is_not_given_away_twice_when_memory_is_short_and_redis_clients_wri
 def test_from_a_server_that_stops_nobody_takes_over(tmp_path: Path) -> None:
     """It has closed the connections of engines that may still copy, so it does not know what they use."""
     with host(tmp_path) as running, Wire(running.unix) as half:
-        half.send(encode_command("PING")[:-3])  # it waits for the rest
-        following = TakeoverReceiver(Path(running.unix), Config(**running.config))
-        running.server.process.send_signal(signal.SIGTERM)
-        until(lambda: "did not take over: it stops" in running.log.read_text())
-        with pytest.raises(ConfigError, match="cannot be taken over now: it stops"):
-            following.receive()
-        half.send(encode_command("PING")[-3:])
+        request = encode_command("LMTIER.TAKEOVER", VERSION, 16, "", 1)
+        half.send(encode_command("PING") + request[:-3])  # it waits for the rest
         assert half.reply() == "PONG"
+        running.server.process.send_signal(signal.SIGTERM)
+        until(lambda: not Path(running.unix).exists())
+        half.send(request[-3:])
+        assert half.reply() == Error("ERR it stops")
         assert running.server.process.wait(PATIENCE) == 0
+        assert "did not take over: it stops" in running.log.read_text()
 
 
 def test_another_version_takes_over_and_this_one_again(tmp_path: Path) -> None:
@@ -414,10 +413,10 @@ def test_whom_the_settings_serve_no_more_is_not_served_after_a_takeover_and_the_
 
 def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(tmp_path: Path) -> None:
     with served(tmp_path, unix=str(tmp_path / "socket")) as server:
-        answer = server.ask("LMTIER.TAKEOVER", "1")
+        answer = server.ask("LMTIER.TAKEOVER", VERSION, 256, "", 1)
         assert answer == "NOPERM only the user of this server can take over, on its Unix socket"
         with Wire(str(tmp_path / "socket")) as wire:
-            assert f"files of version {VERSION}" in wire.ask("LMTIER.TAKEOVER", str(VERSION + 1))
+            assert f"files of version {VERSION}" in wire.ask("LMTIER.TAKEOVER", VERSION + 1, 256, "", 1)
 
 
 def test_settings_that_do_not_fit_are_refused_before_the_server_stands_still(tmp_path: Path) -> None:

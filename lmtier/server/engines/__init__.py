@@ -64,22 +64,17 @@ class EngineVerbs:
         self._sourcing = PeerReadVerbs(cache)
         self.on_disconnect = self._sessions.on_disconnect
 
-    def dump_sessions(
-        self, callers: Sequence[Caller], teller: HandoverWriter
-    ) -> tuple[dict[str, Any], dict[int, int]]:
-        """The sessions of these callers, for another process; and the number of each, by its id()."""
-        sessions = list(
-            {id(each.engine_session): each.engine_session for each in callers if each.engine_session}.values()
-        )
-        facts = self._sessions.dump(sessions, teller)
-        facts["models"] = self._models.dump(teller.forms)
-        facts["journal"] = self.explain.journal.end
-        return facts, {id(each): index for index, each in enumerate(sessions)}
+    def dump_sessions(self, sessions: Sequence[EngineSession], writer: HandoverWriter) -> None:
+        """Tell another process what these hold, and what else engines have sent."""
+        writer.facts["sessions"] = self._sessions.dump(sessions, writer) | {
+            "models": self._models.dump(writer),
+            "journal": self.explain.journal.end,
+        }
 
     def restore_sessions(self, handover: Handover) -> list[EngineSession]:
         """Go on with the sessions of another process."""
-        facts = handover.file.facts["sessions"]
-        self._models.restore(facts.get("models", []), handover.forms)
+        facts = handover.facts["sessions"]
+        self._models.restore(facts.get("models", []), handover)
         self.explain.journal.begin_at(facts.get("journal", 0))
         return self._sessions.restore(facts, handover)
 

@@ -212,21 +212,21 @@ class EngineSessions:
 
     # ---- to and from another process
 
-    def dump(self, sessions: Sequence[EngineSession], teller: HandoverWriter) -> dict[str, Any]:
+    def dump(self, sessions: Sequence[EngineSession], writer: HandoverWriter) -> dict[str, Any]:
         matches = [match for each in sessions for match in each.matches.values()]
-        teller.write_cache(matches, [grant for each in sessions for grant in each.reservations.values()])
+        writer.write_cache(matches, [grant for each in sessions for grant in each.reservations.values()])
         return {
             "run": self._run,
             "next": next(self.ids),
             "each": [
                 {
                     "secret": each.secret,
-                    "forms": [teller.forms.number(form) for form in each.forms],
-                    "matches": [[number, teller.match(match)] for number, match in each.matches.items()],
+                    "forms": list(map(writer.form, each.forms)),
+                    "matches": [(number, writer.match(match)) for number, match in each.matches.items()],
                     "reservations": [
-                        [number, teller.reservation(grant)] for number, grant in each.reservations.items()
+                        (number, writer.reservation(grant)) for number, grant in each.reservations.items()
                     ],
-                    "cost": None if each.cost is None else list(each.cost),
+                    "cost": each.cost,
                     "lost": self._cache.lost - each.lost_at_flush,
                 }
                 for each in sessions
@@ -243,10 +243,10 @@ class EngineSessions:
             )
             session.cost = None if dumped["cost"] is None else Cost(*dumped["cost"])
             session.lost_at_flush = self._cache.lost - dumped["lost"]
-            for number, dumped_match in dumped["matches"]:
-                session.hold(number, handover.match(dumped_match, self._cache))
-            for number, dumped_reservation in dumped["reservations"]:
-                session.reservations[number] = handover.reservation(dumped_reservation, self._cache)
+            for number, match in dumped["matches"]:
+                session.hold(number, handover.match(match, self._cache))
+            for number, grant in dumped["reservations"]:
+                session.reservations[number] = handover.reservation(grant, self._cache)
             if session.secret:
                 self._shared[session.secret] = session
             sessions.append(session)

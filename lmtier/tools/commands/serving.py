@@ -76,7 +76,6 @@ def _serve_options(parser: ArgumentParser) -> None:
 def _serve(args: Namespace) -> Exit:
     from lmtier.server.process import give_way, leave_no_core
     from lmtier.server.serve import Server
-    from lmtier.server.takeover import TakeoverReceiver
     from lmtier.tiers.registry import load_tier
 
     leave_no_core()
@@ -86,8 +85,7 @@ def _serve(args: Namespace) -> Exit:
     try:
         for spec in effective.cache_tiers[1:]:
             load_tier(spec.scheme)  # before another server stands still for this one
-        predecessor = TakeoverReceiver(Path(args.takeover), effective) if args.takeover else None
-        server = Server(effective, serving, predecessor)
+        server = Server(effective, serving, Path(args.takeover) if args.takeover else None)
         server.obey_signals()
         lines.flush()  # warnings of its start are in the log before it answers
         say(_screen(server, has_default_tiers))
