@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmtier.core.grant import Grant
 from lmtier.core.index import Index
@@ -37,26 +37,13 @@ _PLAIN = ("asked_tokens", "deadline", "cut_reason", "found", "settled", "asker",
 """The fields of a match that JSON holds as they are."""
 
 
-class HandoverRow(NamedTuple):
-    """An entry, as the file has it."""
-
-    key: bytes
-    form: int
-    nbytes: int
-    state: int
-    is_reused: bool
-    by: int
-    """The number of the name of who stored it."""
-    at: int
-    last_used_ns: int
-    parent: int
-    """The number of its parent's row; -1: it has none."""
-    end: float
-    is_pinned: bool
-
-
 _ROW = struct.Struct("<32sIQB?IQqqd?")
-"""JSON would take ten times as long, and no server answers meanwhile."""
+"""An entry: key, form, bytes, state, is_reused, maker, time, last use, parent's row or -1, expiry, is_pinned.
+
+JSON would take ten times as long, and no server answers meanwhile.
+"""
+_Found: TypeAlias = "list[tuple[Entry, int, float, bool]]"
+"""The entries of a place: each with its parent's row, its expiry, and whether it is pinned."""
 
 
 class HandoverWriter:
@@ -206,8 +193,8 @@ class Handover:
 
     def _enter(self, cache: Cache) -> None:
         facts, index, allocated = self.facts, cache.index, dict[int, int]()
-        rows, self._entries = self._read(facts["slab"])
-        places = {index: rows}
+        places = {index: self._read(facts["slab"])}
+        self._entries = [entry for entry, *_ in places[index]]
         for entry in self._entries:
             if entry.nbytes != entry.form.slab_bytes:
                 raise ValueError(f"{entry.nbytes} bytes for a chunk of {entry.form.slab_bytes}")
@@ -218,12 +205,12 @@ class Handover:
         cache.slab.restore(allocated)
         cache.memory.deleted_in_use.update(each for each in self._entries if each.state is EntryState.GONE)
         cache.forgotten_tenants.restore(facts.get("dropped", {}))  # without: all leave once more
-        _resume(index, rows, self._entries)
+        _resume(index, places[index])
         for spec, tier in zip(cache.config.cache_tiers[1:], cache.lower, strict=True):
             told = facts["tiers"].get(spec.base_url, {})
             if isinstance(tier, OwnedTier) and self.knows(spec.base_url):
-                places[tier.index], entries = self._read(told)
-                _resume(tier.index, places[tier.index], entries)
+                places[tier.index] = self._read(told)
+                _resume(tier.index, places[tier.index])
                 tier.finish_restore()
             for key in keys_of(told.get("writes", b"")):
                 queued_entry = index.get(key)
@@ -241,8 +228,8 @@ class Handover:
         # may take more than a quarter.
         for name, keys, end, is_hinted in facts["pins"]:
             (cache.pinning.hinted if is_hinted else cache.pinning.pins).put(name, keys_of(keys), end)
-        for place_index, rows in places.items():
-            pinned = [row.key for row in rows if row.is_pinned]
+        for place_index, found in places.items():
+            pinned = [entry.key for entry, *_, is_pinned in found if is_pinned]
             for key in sorted(pinned, key=place_index.keys_to_pin.__contains__):
                 if (kept := place_index.get(key)) is not None and kept.state is EntryState.READY:
                     place_index.pin(kept)
@@ -251,17 +238,17 @@ class Handover:
         """Whether the file lists what this tier holds, and only this process will write there."""
         return place in self.locks and "rows" in self.facts["tiers"].get(place, ())
 
-    def _read(self, place: Mapping[str, Any]) -> tuple[list[HandoverRow], list[Entry]]:
-        rows, entries = list(map(HandoverRow._make, _ROW.iter_unpack(place["rows"]))), list[Entry]()
+    def _read(self, place: Mapping[str, Any]) -> _Found:
+        found: _Found = []
         offsets, makers = iter(memoryview(place["offsets"]).cast("Q")), place["makers"]
-        for row in rows:
-            entry = Entry(row.key, self.forms[row.form], row.nbytes, EntryState(row.state), row.last_used_ns)
-            entry.is_reused, entry.provenance = row.is_reused, Provenance(makers[row.by], row.at)
+        for key, form, nbytes, state, is_reused, by, at, used, *rest in _ROW.iter_unpack(place["rows"]):
+            entry = Entry(key, self.forms[form], nbytes, EntryState(state), used)
+            entry.is_reused, entry.provenance = is_reused, Provenance(makers[by], at)
             entry.offsets = tuple(islice(offsets, len(entry.form.shards)))  # in the slab
-            entries.append(entry)
+            found.append((entry, *rest))
         for number, marks in place["marks"]:
-            entries[number].marks = tuple(marks)
-        return rows, entries
+            found[number][0].marks = tuple(marks)
+        return found
 
     def match(self, dumped: Mapping[str, Any], cache: Cache) -> Lookup:
         """A match that an engine holds: its leases go on."""
@@ -295,9 +282,9 @@ class Handover:
         return reservation.grant
 
 
-def _resume(index: Index, rows: Sequence[HandoverRow], entries: Sequence[Entry]) -> None:
-    for row, entry in zip(rows, entries, strict=True):
+def _resume(index: Index, found: _Found) -> None:
+    for entry, parent, expiry, _ in found:
         index.restore(entry)
         if entry.state is not EntryState.GONE:
-            index.link(entry, entries[row.parent] if row.parent >= 0 else None)
-            index.expiries.set(entry, row.end)
+            index.link(entry, found[parent][0] if parent >= 0 else None)
+            index.expiries.set(entry, expiry)

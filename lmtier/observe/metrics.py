@@ -410,44 +410,28 @@ class Metrics:
                     found.setdefault(sample.labels[label], []).append(int(sample.value))
         return found
 
-    def counter_values(self) -> list[Any]:
-        """The values of all counters, for a process that goes on with them."""
+    def dump(self) -> list[Any]:
+        """All counters and histograms, for a process that goes on with them: name, labels, numbers."""
         self.count()
-        return [
-            [name, sample.labels, sample.value]
-            for name, metric in vars(self).items()
-            if isinstance(metric, Counter)
-            for family in metric.collect()
-            for sample in family.samples
-            if sample.name.endswith("_total") and sample.value
-        ]
-
-    def histogram_values(self) -> list[Any]:
-        """The sums of all histograms and the counts of their buckets, for the same."""
-        entries: dict[tuple[str, str], list[Any]] = {}
+        series: dict[tuple[str, ...], tuple[str, dict[str, str], dict[str, float]]] = {}
         for name, metric in vars(self).items():
-            for family in metric.collect() if isinstance(metric, Histogram) else ():
+            for family in metric.collect() if isinstance(metric, Counter | Histogram) else ():
                 for sample in family.samples:
-                    labels = {label: text for label, text in sample.labels.items() if label != "le"}
-                    row = entries.setdefault((name, repr(labels)), [name, labels, 0.0, {}])
-                    if sample.name.endswith("_sum"):
-                        row[2] = sample.value
-                    elif sample.name.endswith("_bucket"):
-                        row[3][sample.labels["le"]] = sample.value
-        return list(entries.values())
+                    labels = {**sample.labels}
+                    part = labels.pop("le", sample.name.removeprefix(family.name))  # a bucket has a bound
+                    if part != "_created":
+                        *_, numbers = series.setdefault((name, *labels.values()), (name, labels, {}))
+                        numbers[part] = sample.value
+        return list(series.values())
 
-    def continue_from(self, counters: list[Any], histograms: list[Any]) -> None:
+    def restore(self, series: list[Any]) -> None:
         """Go on with the numbers of another process, those that are known here."""
-        for name, labels, value in counters:
-            counter = getattr(self, name, None)
-            if isinstance(counter, Counter):
-                with suppress(ValueError):  # it has other labels in this version
-                    (counter.labels(**labels) if labels else counter).inc(value)
-        for name, labels, total, below in histograms:
-            histogram = getattr(self, name, None)
-            if isinstance(histogram, Histogram):
-                with suppress(ValueError):
-                    _add(histogram.labels(**labels) if labels else histogram, total, below)
+        for name, labels, numbers in series:
+            metric = getattr(self, name, None)
+            if isinstance(metric, Counter | Histogram):
+                with suppress(ValueError):  # it has other labels or buckets in this version
+                    child = metric.labels(**labels) if labels else metric
+                    child.inc(numbers["_total"]) if isinstance(child, Counter) else _add(child, numbers)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -467,14 +451,15 @@ def need_fields(histogram: Histogram) -> None:
         )
 
 
-def _add(histogram: Histogram, total: float, below: dict[str, float]) -> None:
+def _add(histogram: Histogram, numbers: dict[str, float]) -> None:
     """Add what another process observed: its sum, and how much was at most each bound.
 
-    The library has no public way. ValueError: it has other labels or buckets.
+    The library has no public way. ValueError: it has other buckets.
     """
-    if [float(bound) for bound in below] != histogram._upper_bounds:
+    below = {float(part): count for part, count in numbers.items() if not part.startswith("_")}
+    if [*below] != histogram._upper_bounds:
         raise ValueError("it has other buckets in this version")
-    histogram._sum.inc(total)
+    histogram._sum.inc(numbers["_sum"])
     counts = [*below.values()]
     for bucket, before, upto in zip(histogram._buckets, [0.0, *counts], counts, strict=False):
         bucket.inc(upto - before)

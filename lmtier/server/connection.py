@@ -358,13 +358,11 @@ class Connection(Channel):
             "input": restartable + (self._commands.unread() or b""),
             "output": b"".join(piece.view for piece in self._out),
             "address": caller.address,
-            "is_local": caller.is_local,
             "role": int(caller.role),
             "resp3": caller.resp3,
             "name": caller.name,
             "kind": caller.kind,
             "asked": caller.command_count,
-            "peer": caller.peer,
             "shard": str(caller.engine_session.members[caller] or "")
             if caller.engine_session is not None
             else "",
@@ -372,6 +370,9 @@ class Connection(Channel):
 
     def restore(self, dumped: dict[str, Any]) -> None:
         """Go on where another process stopped."""
+        caller = self.caller
+        caller.resp3, caller.name, caller.kind = dumped["resp3"], dumped["name"], dumped["kind"]
+        caller.command_count = dumped["asked"]
         if dumped["output"]:
             self.push(dumped["output"])
         self._commands.restore(dumped["input"])

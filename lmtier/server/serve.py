@@ -218,28 +218,19 @@ class Server:
 
     def _restore_connections(self, predecessor: TakeoverReceiver, sessions: list[EngineSession]) -> None:
         """Go on with the connections of another process."""
-        facts, files = predecessor.facts, predecessor.files
+        facts = predecessor.facts
         for number, dumped in enumerate(facts["clients"]):
-            sock = socket.socket(fileno=files[f"client {number}"])
-            forks.close_in_child(sock)
-            caller = Caller(next(self._ids), dumped["address"], dumped["is_local"], role=Role(dumped["role"]))
-            caller.resp3, caller.name, caller.kind = dumped["resp3"], dumped["name"], dumped["kind"]
-            # By these settings, not by those of the process before. Without a token, who it is decides.
-            caller.foreign_reason = self._listeners.why_foreign("unix" if caller.is_local else "redis", sock)
-            if not self._listeners.tokens:
-                caller.role = self._listeners.tokens.role_without_token(
-                    caller.foreign_reason, is_local=caller.is_local
-                )
-            caller.command_count, caller.peer = (
-                dumped["asked"],
-                dumped["peer"] and (dumped["peer"][0], dumped["peer"][1]),
-            )
+            sock = socket.socket(fileno=predecessor.files[f"client {number}"])
+            kind = "unix" if sock.family == socket.AF_UNIX else "redis"
+            connection = self._make_connection(kind, sock, dumped["address"])
+            assert isinstance(connection, Connection)
+            caller = connection.caller
+            if self._listeners.tokens:  # if not, who it is decides, by these settings
+                caller.role = Role(dumped["role"])
             if dumped["session"] is not None:
                 caller.engine_session = sessions[dumped["session"]]
-                caller.engine_session.members[caller] = (
-                    read_shard(dumped["shard"]) if dumped["shard"] else None
-                )
-            connection = Connection(self._dispatch, sock, caller)
+                shard = read_shard(dumped["shard"]) if dumped["shard"] else None
+                caller.engine_session.members[caller] = shard
             self._begin(connection)
             connection.restore(dumped)
             self._update_events(connection)
@@ -551,6 +542,7 @@ class Server:
                 sock.close()
                 continue
             try:
+                sock = sock if door.kind == "unix" else self._listeners.secured(sock)
                 self._begin(self._make_connection(door.kind, sock, format_address(address)))
             except OSError as error:  # it was closed again
                 log.debug("lmtier: %s disconnected before it was served: %s", address, error)
@@ -591,8 +583,6 @@ class Server:
         caller = Caller(next(self._ids), address, foreign_reason=self._listeners.why_foreign(kind, sock))
         if kind == "unix":
             caller.address, caller.is_local, caller.peer = address or kind, True, peer_of(sock)
-        else:
-            sock = self._listeners.secured(sock)
         forks.close_in_child(sock)
         if kind == "http":
             caller.kind, caller.role = kind, Role.NONE  # its token comes with each request

@@ -195,8 +195,7 @@ class TakeoverSender:
                 each.dump() | {"session": numbers.get(each.caller.engine_session)} for each in movable
             ],
             "files": list(files),
-            "counters": cache.metrics.counter_values(),
-            "histograms": cache.metrics.histogram_values(),
+            "metrics": cache.metrics.dump(),
             "report": self._report.dump(),
             "version": __version__,
             "still_since": began,
@@ -263,7 +262,7 @@ class TakeoverReceiver:
 
 def restore_metrics(metrics: Metrics, facts: dict[str, Any]) -> float:
     """Go on with the numbers. Returns the seconds for which no server served."""
-    metrics.continue_from(facts.get("counters", []), facts.get("histograms", []))
+    metrics.restore(facts.get("metrics", []))
     metrics.takeovers.labels("done").inc()
     seconds = time.monotonic() - float(facts["still_since"])
     metrics.takeover_seconds.set(seconds)
