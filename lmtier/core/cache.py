@@ -141,12 +141,12 @@ class Cache:
         self._matches = Matches(*shared_parts, weighing, self.forgotten_tenants.covers)
         self.presence: Presence | None = None
         """The table that other processes read. It exists only if no tier must always be asked what it has."""
+        self._table = None if handover is None or handover.presence is None else Presence(handover.presence)
         if shared and all(tier.source for tier in self.lower.shared):
-            self.presence = Presence(handover.presence if handover else None)
+            self.presence = self._table = self._table or Presence()
         self.pinning = NamedPins(self.indexes, clock)
         self.sessions = AgentSessions(self.indexes, self.metrics, self.chunk_tokens, returns)
         self._hinting = Hinting(self, clock)
-        self._inherited = handover.presence if handover is not None else None
         if handover is None:
             for index in self.indexes.values():
                 index.presence = self.presence
@@ -595,9 +595,8 @@ class Cache:
 
     def complete_takeover(self) -> None:
         """This process owns the handover now. Before, the other one may still need all of it unchanged."""
-        if self._inherited is not None:  # others look at it, also if it is of no more use here
-            presence = self.presence or Presence(self._inherited)
-            presence.begin(entry.key for index in self.indexes.values() for entry in index.entries_now())
+        if self._table is not None:  # others look at it, also if it is of no more use here
+            self._table.begin(entry.key for index in self.indexes.values() for entry in index.entries_now())
         for index in self.indexes.values():
             index.presence = self.presence
         self.lower.complete_takeover()

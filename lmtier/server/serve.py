@@ -50,6 +50,7 @@ from lmtier.server.takeover import TakenOver, TakeoverReceiver, TakeoverSender
 from lmtier.server.transactions import Transactions
 from lmtier.server.values import Values
 from lmtier.threads import RestingCollector
+from lmtier.tiers.registry import load_tier
 
 if TYPE_CHECKING:
     from lmtier.server.events import Publisher
@@ -107,6 +108,8 @@ class Server:
             raise ConfigError(
                 "serve: kv_events and --takeover do not go together yet: stop the running server first"
             )
+        for spec in config.cache_tiers[1:]:
+            load_tier(spec.scheme)  # before another server stands still for this one
         # Before the cache, so that an address in use is reported before any tier is opened.
         predecessor = None if takeover_path is None else TakeoverReceiver(takeover_path, config)
         self._predecessor = predecessor

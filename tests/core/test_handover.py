@@ -18,6 +18,7 @@ from lmtier.core.cache import Cache
 from lmtier.core.grant import Grant
 from lmtier.core.handover import Handover, HandoverWriter
 from lmtier.core.match import Lookup
+from lmtier.core.presence import PresenceReader
 from lmtier.errors import MisuseError, TierError
 from lmtier.format.handover_file import HandoverFileError, pack, unpack
 from lmtier.format.layout import Layout, form_of
@@ -172,6 +173,23 @@ def test_a_table_of_presence_is_not_changed_before_the_next_cache_owns_it():
         assert bytes(cache.presence._counts) == before
         for entry in cache.index.entries():  # the one before goes on
             cache.discard(entry.key, entry.form)
+
+
+def test_a_new_table_of_presence_has_all_chunks_that_come_from_the_cache_before():
+    """The one before had a tier that must always be asked, so it had no table."""
+    with Cache(config(), shared=True) as cache:
+        cache.commit(cache.reserve(keys(1), FORM))
+        facts, _ = dumped(cache)
+        assert cache.slab.fd is not None
+        with Cache(config(), shared=True, handover=Handover(facts, os.dup(cache.slab.fd))) as after:
+            after.complete_takeover()
+            after.step()
+            assert after.presence is not None
+            reader = PresenceReader(after.presence.fd)
+            assert not any(reader.lacks(key) for key in keys(1))
+            for key in keys(1):
+                after.discard(key, FORM)
+            assert all(reader.lacks(key) for key in keys(1))
 
 
 def with_disk(root: Path) -> Config:

@@ -76,15 +76,12 @@ def _serve_options(parser: ArgumentParser) -> None:
 def _serve(args: Namespace) -> Exit:
     from lmtier.server.process import give_way, leave_no_core
     from lmtier.server.serve import Server
-    from lmtier.tiers.registry import load_tier
 
     leave_no_core()
     give_way()
     effective, serving, has_default_tiers = _settings(args)
     lines = write_log(serving.log_level, serving.log_format)
     try:
-        for spec in effective.cache_tiers[1:]:
-            load_tier(spec.scheme)  # before another server stands still for this one
         server = Server(effective, serving, Path(args.takeover) if args.takeover else None)
         server.obey_signals()
         lines.flush()  # warnings of its start are in the log before it answers
