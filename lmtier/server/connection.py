@@ -347,7 +347,7 @@ class Connection(Channel):
         return not (is_held or is_sending or is_at_work) and self._commands.unread() is not None
 
     def dump(self) -> dict[str, Any]:
-        """All that another process needs to go on with it, but for its socket and its session."""
+        """What another process needs to go on with it, but for its socket and its session."""
         restartable = (
             encode_command(*map(bytes, self._restartable_command))
             if self._pending_answer is not None
@@ -363,9 +363,6 @@ class Connection(Channel):
             "name": caller.name,
             "kind": caller.kind,
             "asked": caller.command_count,
-            "shard": str(caller.engine_session.members[caller] or "")
-            if caller.engine_session is not None
-            else "",
         }
 
     def restore(self, dumped: dict[str, Any]) -> None:

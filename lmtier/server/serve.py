@@ -27,9 +27,8 @@ from lmtier.core.cache import Cache
 from lmtier.errors import ConfigError, log
 from lmtier.format.keys import is_value
 from lmtier.observe.metrics import Metrics
-from lmtier.server import takeover, tracing
+from lmtier.server import tracing
 from lmtier.server.access import Role, WrongTokens
-from lmtier.server.arguments import read_shard
 from lmtier.server.commands import Caller, Command, Refused
 from lmtier.server.connection import Connection, HttpConnection
 from lmtier.server.connection_table import ConnectionTable
@@ -113,7 +112,6 @@ class Server:
         # Before the cache, so that an address in use is reported before any tier is opened.
         predecessor = None if takeover_path is None else TakeoverReceiver(takeover_path, config)
         self._predecessor = predecessor
-        handover = predecessor.handover if predecessor else None
         self._listeners.open(predecessor.files if predecessor else {})
         try:
             if serving.request_log:
@@ -125,7 +123,7 @@ class Server:
                 shared=bool(serving.unix),
                 wake=self._wake,
                 is_record=is_value,
-                handover=handover,
+                handover=predecessor.handover if predecessor else None,
             )
         except BaseException:
             self._listeners.close(keeps_paths=predecessor is not None)
@@ -145,7 +143,6 @@ class Server:
         self._engines = EngineVerbs(
             self.cache, self._log, self._tracing, self._report, self._transactions.alone
         )
-        sessions = self._engines.restore_sessions(handover) if handover else []
         self._publish()
         self._wrong = WrongTokens(metrics)
         service = ServerCommands(
@@ -182,7 +179,7 @@ class Server:
         )
         metrics.ready.set_function(lambda: not self._report.why_not_ready())
         if predecessor is not None:
-            self._restore_connections(predecessor, sessions)
+            self._take_over(predecessor)
         metrics.clients_remember.set_function(lambda: self._ledger.total)
         for kind in ("redis", "engine", "http", "console"):
             metrics.clients.labels(kind).set_function(partial(self._connections.of_kind, kind))
@@ -219,31 +216,31 @@ class Server:
                     address,
                 )
 
-    def _restore_connections(self, predecessor: TakeoverReceiver, sessions: list[EngineSession]) -> None:
-        """Go on with the connections of another process."""
-        facts = predecessor.facts
+    def _take_over(self, predecessor: TakeoverReceiver) -> None:
+        """Go on with the connections and the numbers of another process."""
+        facts, connections = predecessor.facts, list[Connection]()
         for number, dumped in enumerate(facts["clients"]):
             sock = socket.socket(fileno=predecessor.files[f"client {number}"])
             kind = "unix" if sock.family == socket.AF_UNIX else "redis"
             connection = self._make_connection(kind, sock, dumped["address"])
             assert isinstance(connection, Connection)
-            caller = connection.caller
             if self._listeners.tokens:  # if not, who it is decides, by these settings
-                caller.role = Role(dumped["role"])
-            if dumped["session"] is not None:
-                caller.engine_session = sessions[dumped["session"]]
-                shard = read_shard(dumped["shard"]) if dumped["shard"] else None
-                caller.engine_session.members[caller] = shard
-            self._begin(connection)
+                connection.caller.role = Role(dumped["role"])
             connection.restore(dumped)
+            connections.append(connection)
+        self._engines.restore_sessions(predecessor.handover, [each.caller for each in connections])
+        for connection in connections:
+            self._begin(connection)
             self._update_events(connection)
         self._values.restore_expiries()
-        seconds = takeover.restore_metrics(self.cache.metrics, facts)
         self._report.restore(facts.get("report", {}))
+        metrics, seconds = self.cache.metrics, time.monotonic() - float(facts["still_since"])
+        metrics.restore(facts.get("metrics", []))
+        metrics.takeovers.labels("done").inc()
+        metrics.takeover_seconds.set(seconds)
         log.info(
             "lmtier: takes over from a server of version %s with %d chunks and %d connections, after %.0f ms",
-            *(facts["version"], len(self.cache.index), len(facts["clients"])),
-            1000 * seconds,
+            *(facts["version"], len(self.cache.index), len(connections), 1000 * seconds),
         )
 
     # ---- the loop

@@ -27,7 +27,6 @@ from lmtier.core.cache import Cache
 from lmtier.core.handover import Handover, HandoverWriter
 from lmtier.errors import ConfigError, log, size_text
 from lmtier.format.handover_file import VERSION, HandoverFileError, unpack
-from lmtier.observe.metrics import Metrics
 from lmtier.server.arguments import read_number, read_text
 from lmtier.server.commands import OK, Argument, Caller, Command, PendingAnswer, Refused
 from lmtier.server.connection import Connection, HttpConnection
@@ -186,14 +185,10 @@ class TakeoverSender:
             for each in self._roster
             if isinstance(each, Connection) and each is not asker and each.can_hand_over
         ]
-        sessions = [each.caller.engine_session for each in movable if each.caller.engine_session is not None]
-        numbers = {session: number for number, session in enumerate(dict.fromkeys(sessions))}
-        self._engines.dump_sessions(list(numbers), writer)
+        self._engines.dump_sessions([each.caller for each in movable], writer)
         files |= {f"client {number}": each.fd for number, each in enumerate(movable)}
         writer.facts |= {
-            "clients": [
-                each.dump() | {"session": numbers.get(each.caller.engine_session)} for each in movable
-            ],
+            "clients": [each.dump() for each in movable],
             "files": list(files),
             "metrics": cache.metrics.dump(),
             "report": self._report.dump(),
@@ -258,12 +253,3 @@ class TakeoverReceiver:
                 f"serve: {self._path}: the server did not wait any longer and goes on"
             ) from None
         self._socket.close()
-
-
-def restore_metrics(metrics: Metrics, facts: dict[str, Any]) -> float:
-    """Go on with the numbers. Returns the seconds for which no server served."""
-    metrics.restore(facts.get("metrics", []))
-    metrics.takeovers.labels("done").inc()
-    seconds = time.monotonic() - float(facts["still_since"])
-    metrics.takeover_seconds.set(seconds)
-    return seconds

@@ -22,7 +22,7 @@ from lmtier.server.commands import (
     Refused,
     Table,
 )
-from lmtier.server.engines.engine_sessions import EngineSession, EngineSessions
+from lmtier.server.engines.engine_sessions import EngineSessions
 from lmtier.server.engines.peer_read_verbs import PeerReadVerbs
 from lmtier.server.engines.service_verbs import ServiceVerbs
 from lmtier.server.engines.transfers import TransferVerbs
@@ -64,19 +64,19 @@ class EngineVerbs:
         self._sourcing = PeerReadVerbs(cache)
         self.on_disconnect = self._sessions.on_disconnect
 
-    def dump_sessions(self, sessions: Sequence[EngineSession], writer: HandoverWriter) -> None:
+    def dump_sessions(self, callers: Sequence[Caller], writer: HandoverWriter) -> None:
         """Tell another process what these hold, and what else engines have sent."""
-        writer.facts["sessions"] = self._sessions.dump(sessions, writer) | {
+        writer.facts["sessions"] = self._sessions.dump(callers, writer) | {
             "models": self._models.dump(writer),
             "journal": self.explain.journal.end,
         }
 
-    def restore_sessions(self, handover: Handover) -> list[EngineSession]:
-        """Go on with the sessions of another process."""
+    def restore_sessions(self, handover: Handover, callers: Sequence[Caller]) -> None:
+        """Go on with the sessions of another process. `callers`: as there."""
         facts = handover.facts["sessions"]
         self._models.restore(facts.get("models", []), handover)
         self.explain.journal.begin_at(facts.get("journal", 0))
-        return self._sessions.restore(facts, handover)
+        self._sessions.restore(facts, handover, callers)
 
     def table(self) -> Table:
         """The verbs that are answered here, each by the method of its name."""

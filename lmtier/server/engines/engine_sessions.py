@@ -212,7 +212,10 @@ class EngineSessions:
 
     # ---- to and from another process
 
-    def dump(self, sessions: Sequence[EngineSession], writer: HandoverWriter) -> dict[str, Any]:
+    def dump(self, callers: Sequence[Caller], writer: HandoverWriter) -> dict[str, Any]:
+        """The sessions of these callers, which go over too, and what they hold."""
+        numbers = {caller: number for number, caller in enumerate(callers)}
+        sessions = dict.fromkeys(each.engine_session for each in callers if each.engine_session is not None)
         matches = [match for each in sessions for match in each.matches.values()]
         writer.write_cache(matches, [grant for each in sessions for grant in each.reservations.values()])
         return {
@@ -221,6 +224,11 @@ class EngineSessions:
             "each": [
                 {
                     "secret": each.secret,
+                    "members": [
+                        (numbers[caller], None if shard is None else str(shard))
+                        for caller, shard in each.members.items()
+                        if caller in numbers
+                    ],
                     "forms": list(map(writer.form, each.forms)),
                     "matches": [(number, writer.match(match)) for number, match in each.matches.items()],
                     "reservations": [
@@ -233,10 +241,9 @@ class EngineSessions:
             ],
         }
 
-    def restore(self, facts: dict[str, Any], handover: Handover) -> list[EngineSession]:
+    def restore(self, facts: dict[str, Any], handover: Handover, callers: Sequence[Caller]) -> None:
         """The ids of matches and reservations stay valid: it is the same run for engines."""
         self._run, self.ids = facts["run"], count(facts["next"])
-        sessions = []
         for dumped in facts["each"]:
             session = EngineSession(
                 dumped["secret"], forms=[handover.forms[form] for form in dumped["forms"]]
@@ -249,8 +256,9 @@ class EngineSessions:
                 session.reservations[number] = handover.reservation(grant, self._cache)
             if session.secret:
                 self._shared[session.secret] = session
-            sessions.append(session)
-        return sessions
+            for number, shard in dumped["members"]:
+                session.members[callers[number]] = None if shard is None else read_shard(shard)
+                callers[number].engine_session = session
 
     # ---- ends of matches and reservations
 
