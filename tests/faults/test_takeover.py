@@ -19,13 +19,14 @@ import pytest
 import lmtier
 from lmtier.client.client import Client
 from lmtier.config import Config
-from lmtier.errors import ConfigError
+from lmtier.errors import ConfigError, TierError
 from lmtier.format.handover_file import VERSION
+from lmtier.format.layout import Layout, form_of
 from lmtier.server.takeover import TakeoverReceiver
 from lmtier.wire.resp import Error, encode_command
 from tests.redis_process import free_port
 from tests.server.other_user import USER, needs_root
-from tests.server.process import PATIENCE, Wire, served, speak, until
+from tests.server.process import PATIENCE, Wire, secret, served, speak, until
 
 DEATHS = ("asked", "got", "damaged", "entered")
 """Where the next server ends before it has taken over."""
@@ -327,6 +328,31 @@ def test_from_a_server_that_stops_nobody_takes_over(tmp_path: Path) -> None:
         assert half.reply() == Error("ERR it stops")
         assert running.server.process.wait(PATIENCE) == 0
         assert "did not take over: it stops" in running.log.read_text()
+
+
+def test_an_engine_of_two_processes_stays_one_session(tmp_path: Path) -> None:
+    layout = Layout.uniform(
+        layers=2, heads=2, head_dim=16, dtype="fp16", block_tokens=16, chunk_tokens=16, packing="token"
+    )
+    first, second = (layout.shard(rank=rank, ranks=2) for rank in range(2))
+    keys, form, engine = [bytes(range(32))], form_of(layout, (first, second)), secret("engine")
+    with (
+        host(tmp_path) as running,
+        Client(running.unix, engine=engine, shard=first) as one,
+        Client(running.unix, engine=engine, shard=second) as other,
+    ):
+        saving = one.reserve(keys, form)
+        one.commit(saving, first)
+        running.take_over()
+        with pytest.raises(TierError, match=f"is connected and saves shard {second}"):
+            Client(running.unix, engine=engine, shard=second)
+        assert other.adopt(saving, second)
+        other.commit(saving, second)
+        match = one.match(keys, form)
+        assert len(match.grant.chunks) == 1
+        assert next(match.grant.places) == next(saving.places)
+        one.release(match)
+        assert (one.lost, other.lost) == (0, 0)
 
 
 def test_another_version_takes_over_and_this_one_again(tmp_path: Path) -> None:
