@@ -613,7 +613,7 @@ class Cache:
         if self._closed.is_set():
             raise MisuseError("this cache is closed")
 
-    # ---- handover
+    # ---- numbers and checks
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Chunks, bytes used and capacity per tier, as they are now."""

@@ -551,7 +551,7 @@ class LowerTier(Place):
             self.deleting_bytes -= nbytes
             self._busy_keys.difference_update(name.key for name in names)
 
-    # ---- handover
+    # ---- results and the end
 
     def poll(self) -> int:
         """Apply the results of the tier. Returns the number of jobs."""

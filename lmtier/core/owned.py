@@ -593,8 +593,6 @@ class OwnedTier(IndexedPlace, LowerTier):
         super().close(timeout)
         self.outdated = Outdated()  # the next start finds it
 
-    # ---- handover
-
     def check(self) -> None:
         super().check()
         self.index.check()

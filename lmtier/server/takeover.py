@@ -217,7 +217,7 @@ class TakeoverReceiver:
             self._socket.close()
             if isinstance(error, OSError):
                 raise ConfigError(f"serve: cannot take over from {path}: {error.strerror or error}") from None
-            if isinstance(error, HandoverFileError | KeyError):
+            if isinstance(error, HandoverFileError | KeyError | ValueError):
                 raise ConfigError(f"serve: {path}: what the server hands over is wrong: {error}") from None
             raise
 
