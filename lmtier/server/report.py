@@ -10,9 +10,9 @@ import json
 import math
 import time
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
-from operator import itemgetter
+from operator import itemgetter, sub
 from typing import Any, TypedDict, cast
 
 from lmtier._version import __version__
@@ -26,7 +26,7 @@ from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
 from lmtier.rules.breaker import Outage
 from lmtier.rules.money import HOUR, GpuSavings, next_gib
-from lmtier.server.verdicts import Facts, TierFacts, Verdict, judge, slowest
+from lmtier.server.verdicts import Verdict, judge, slowest
 
 ClientRow = dict[str, object]
 """One connection: name, kind, address, age (seconds), asked (requests), received and sent (bytes)."""
@@ -83,6 +83,8 @@ class TierNow(TypedDict):
     write: str | None
     queue: int
     """Chunks that are still to be written or deleted."""
+    queue_full: float
+    """How full the queue of writes is."""
     state: str
     """works, warming up, loads fail, stores fail, or fails: both."""
     outages: list[OutageNow]
@@ -173,6 +175,13 @@ class Snapshot(TypedDict):
     clients: list[ClientRow]
     verify_failures: int
     corrupt: int
+    curve_lookups: int
+    """Lookups that `curve` is made of."""
+    price: str
+    """The price of an hour of an engine, as set: 2.50 $."""
+    load_deadline: float
+    most_clients: int
+    """0: no limit."""
 
 
 class Report:
@@ -242,7 +251,7 @@ class Report:
         now, uptime = time.time(), self._clock() - self._started
         baseline = self.history.before(now - _JUDGED)
         if baseline is None or baseline["time"] > now:  # the clock was set back
-            baseline = _start(now - uptime)
+            baseline = _nothing(now - uptime)
         urls = [without_secrets(spec.url) for spec in cache.config.cache_tiers]
 
         def tier(label: str, url: str, below: LowerTier | None) -> TierNow:
@@ -257,6 +266,7 @@ class Report:
                 "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
+                "queue_full": 0.0 if below is None else min(1.0, below.waiting / cache.config.queue_length),
                 "state": "works" if below is None else _state(below),
                 "outages": [] if below is None else self._outages(below, now),
                 "evictions": evictions.get(label, 0),
@@ -272,7 +282,7 @@ class Report:
                 "bytes_down": transfer_bytes.get(f"{label} down", 0),
                 "seconds_up": transfer_seconds.get(f"{label} up", 0.0),
                 "seconds_down": transfer_seconds.get(f"{label} down", 0.0),
-                "slowest": slowest(baseline["loads"].get(label, []), loads.get(label, [])),
+                "slowest": None,
                 "failures": sum(count for key, count in failures.items() if key.split()[0] == label),
                 "faults": sum(failures.get(f"{label} {reason}", 0) for reason in _FAULTS),
                 "moves": sum(counts[label][-1] for counts in (loads, stores) if label in counts),
@@ -322,8 +332,15 @@ class Report:
             "verify_failures": total(metrics.sums(metrics.verify_failures)),
             "corrupt": sum(count for key, count in failures.items() if key.split()[1] == "corrupt"),
             "loads": loads,
+            "curve_lookups": cache.outlook.lookups,
+            "price": self._gpu_hour,
+            "load_deadline": cache.config.load_deadline,
+            "most_clients": self._most_clients,
         }
-        snapshot["verdicts"] = judge(self._facts(snapshot, baseline))
+        recent = counted_between(row_of(snapshot), baseline)
+        for row in snapshot["tiers"]:
+            row["slowest"] = slowest(recent["loads"].get(row["tier"], []))
+        snapshot["verdicts"] = judge(snapshot, recent)
         return snapshot
 
     def _outages(self, below: LowerTier, now: float) -> list[OutageNow]:
@@ -344,56 +361,6 @@ class Report:
             }
             for what, outage in found
         ]
-
-    def _facts(self, now: Snapshot, then: Counters) -> Facts:
-        """What the verdicts are about: the difference to a row of the history, and the present."""
-        tokens, values = now["tokens"], now["values"]
-        seconds = max(1e-3, now["time"] - then["time"])
-        kinds = Counter(str(client.get("kind", "")) for client in now["clients"])
-        damaged = now["corrupt"] - then["corrupt"]
-        return Facts(
-            seconds=seconds,
-            not_ready=now["why_not_ready"],
-            tiers=[self._tier_facts(tier, now, then) for tier in now["tiers"]],
-            clients=kinds,
-            lookups=now["lookups"] - then["lookups"],
-            measured=self._cache.outlook.lookups,
-            asked=tokens["asked"] - then["asked"],
-            hit=sum(tokens["hit"].values()) - sum(then["hit"].values()),
-            missed=_since(tokens["missed"], then["missed"]),
-            dropped=_since(tokens["dropped"], then["dropped"]),
-            corrupt=damaged,
-            differed=now["verify_failures"],
-            saved_seconds=now["saved_seconds"] - then["saved_seconds"],
-            price=self._gpu_hour,
-            values=_since(values, then["values"]),
-            busy=max(0.0, now["busy"] - then["busy"]) / seconds,
-            leased=now["leased_bytes"] / max(1, now["tiers"][0]["capacity"] or 0),
-            connected=len(now["clients"]) / self._most_clients if self._most_clients else 0.0,
-            deadline=self._cache.config.load_deadline,
-        )
-
-    def _tier_facts(self, tier: TierNow, now: Snapshot, then: Counters) -> TierFacts:
-        open_outages = {each["what"]: each for each in tier["outages"] if each["until"] is None}
-        ended = [(each["until"], each) for each in tier["outages"] if (each["until"] or 0.0) > then["time"]]
-        ended_at, last_outage = max(ended, key=itemgetter(0)) if ended else (None, None)
-        name = tier["tier"]
-        waiting = next((below.waiting for below in self._cache.lower if below.label == name), 0)
-        return TierFacts(
-            name=name,
-            loads_down=now["time"] - open_outages["loads"]["since"] if "loads" in open_outages else None,
-            stores_down=now["time"] - open_outages["stores"]["since"] if "stores" in open_outages else None,
-            back=None if ended_at is None else now["time"] - ended_at,
-            was_down=0.0 if ended_at is None or last_outage is None else ended_at - last_outage["since"],
-            why=next((each["why"] for each in open_outages.values() if each["why"]), ""),
-            faults=max(0, tier["faults"] - then["faults"].get(name, 0)),
-            moves=max(0, tier["moves"] - then["moves"].get(name, 0)),
-            stored=max(0, now["tokens"]["stored"].get(name, 0) - then["stored"].get(name, 0)),
-            slowest=tier["slowest"],
-            queue=min(1.0, waiting / self._cache.config.queue_length),  # records wait beside the others
-            capacity=tier["capacity"],
-            curve=now["curve"].get(name, {}),
-        )
 
     def _savings(self) -> Savings:
         cache, metrics = self._cache, self._cache.metrics
@@ -483,8 +450,9 @@ class History:
 
 
 class Counters(TypedDict):
-    """The counters of a snapshot in the history."""
+    """What was counted in so many `seconds`: since the start, as in a row of the history, or between two."""
 
+    seconds: float
     time: float
     lookups: int
     asked: int
@@ -494,7 +462,6 @@ class Counters(TypedDict):
     dropped: dict[str, int]
     up: dict[str, int]
     down: dict[str, int]
-    used: dict[str, int | None]
     faults: dict[str, int]
     moves: dict[str, int]
     loads: dict[str, list[int]]
@@ -504,19 +471,28 @@ class Counters(TypedDict):
     busy: float
 
 
-def _start(time: float) -> Counters:
+def _nothing(time: float) -> Counters:
     """The counters at the start of the server."""
-    nothing: dict[str, Any] = {name: {} for name in Counters.__annotations__}
-    return cast(
-        Counters,
-        nothing | {"time": time} | dict.fromkeys(("lookups", "asked", "corrupt", "saved_seconds", "busy"), 0),
-    )
+    nothing: dict[str, Any] = {
+        name: {} if "dict" in str(kind) else 0 for name, kind in Counters.__annotations__.items()
+    }
+    return cast(Counters, nothing | {"time": time})
+
+
+def counted_between(now: Any, then: Any) -> Any:
+    """Counters of later less those of earlier. What only the later ones have was 0."""
+    if isinstance(now, dict):
+        return {name: counted_between(value, then.get(name)) for name, value in now.items()} if then else now
+    if isinstance(now, list):  # of other lengths: of a server of another version, with other bounds
+        return list(map(sub, now, then)) if then and len(then) == len(now) else now
+    return now - (then or 0)
 
 
 def row_of(snapshot: Snapshot) -> Counters:
     """The row of a snapshot in the history."""
     tokens, tiers = snapshot["tokens"], snapshot["tiers"]
     return {
+        "seconds": round(snapshot["uptime"], 3),
         "time": round(snapshot["time"], 3),
         "lookups": snapshot["lookups"],
         "asked": tokens["asked"],
@@ -526,7 +502,6 @@ def row_of(snapshot: Snapshot) -> Counters:
         "dropped": tokens["dropped"],
         "up": {tier["tier"]: tier["bytes_up"] for tier in tiers},
         "down": {tier["tier"]: tier["bytes_down"] for tier in tiers},
-        "used": {tier["tier"]: tier["used"] for tier in tiers},
         "faults": {tier["tier"]: tier["faults"] for tier in tiers if tier["faults"]},
         "moves": {tier["tier"]: tier["moves"] for tier in tiers if tier["moves"]},
         "loads": {name: counts for name, counts in snapshot["loads"].items() if counts[-1]},
@@ -545,10 +520,6 @@ def _state(below: LowerTier) -> str:
     if loads or stores:
         return "loads fail" if loads else "stores fail"
     return "works" if below.is_warm else "warming up"
-
-
-def _since(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
-    return {name: count - then.get(name, 0) for name, count in now.items() if count > then.get(name, 0)}
 
 
 def _named(sums: Mapping[str, float]) -> list[Named]:

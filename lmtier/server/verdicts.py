@@ -7,15 +7,17 @@ The page, `lmtier stats` and `/api/stats` show the same words. A verdict has a s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from lmtier.config import read_price
 from lmtier.errors import size_text
 from lmtier.observe.metrics import INTENDED_DROPS, MISS_GROUPS, SECONDS
+
+if TYPE_CHECKING:
+    from lmtier.server.report import Counters, OutageNow, Snapshot, TierNow
 
 GOOD, IDLE, WARN, BAD = "good", "idle", "warn", "bad"
 NORMAL = ("new", "chosen")
@@ -48,178 +50,135 @@ class Nearness(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierFacts:
-    """What the verdicts need to know of a tier."""
-
-    name: str
-    loads_down: float | None = None
-    """Seconds since loads, lookups and scans are paused because they fail. None: they are not."""
-    stores_down: float | None = None
-    why: str = ""
-    back: float | None = None
-    """Seconds since it works again, if that was in the span."""
-    was_down: float = 0.0
-    """Seconds for which it was down before."""
-    faults: int = 0
-    """Objects that the tier failed to give or take in the span."""
-    moves: int = 0
-    """Chunks that it gave or took in the span."""
-    stored: int = 0
-    """Tokens that it took in the span."""
-    slowest: float | None = None
-    """Seconds in which 99 of 100 loads of the span ended. None: there were too few."""
-    queue: float = 0.0
-    """How full the queue of writes is."""
-    capacity: int | None = None
-    curve: Mapping[str, float | None] = field(default_factory=dict)
-
-    def at(self, factor: str) -> float | None:
-        """The hit rate if the tier were alone and so many times its size, as far as it is known."""
-        return self.curve.get(factor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What happened in the last `seconds`, unless it says otherwise."""
-
-    seconds: float
-    not_ready: str = ""
-    """Why the server is not ready; empty if it is."""
-    tiers: Sequence[TierFacts] = ()
-    """All of them now, the memory first."""
-    clients: Mapping[str, int] = field(default_factory=dict)
-    """Connections by kind, now."""
-    lookups: int = 0
-    measured: int = 0
-    """Lookups that the curve of hit rates is made of, since the start."""
-    asked: int = 0
-    hit: int = 0
-    missed: Mapping[str, int] = field(default_factory=dict)
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    """Tokens by "tier reason"."""
-    corrupt: int = 0
-    differed: int = 0
-    """Chunks that differed in an engine from what was saved, since the start."""
-    saved_seconds: float = 0.0
-    price: str = ""
-    """The price of an hour of an engine: 2.50 $."""
-    values: Mapping[str, int] = field(default_factory=dict)
-    """Named values, by event."""
-    busy: float = 0.0
-    """The part of the time in which the server's thread ran."""
-    leased: float = 0.0
-    """The part of the memory that engines use now."""
-    connected: float = 0.0
-    """Connections over the most allowed."""
-    deadline: float = math.inf
-    """Seconds that a load may take."""
-
-
 def _verdict(name: str, state: str, word: str, text: str) -> Verdict:
     return {"name": name, "state": state, "word": word, "text": text}
 
 
-def judge(facts: Facts) -> list[Verdict]:
-    return [_working(facts), _saves(facts), _misses(facts), _bottleneck(facts), _memory(facts)]
+def judge(now: Snapshot, recent: Counters) -> list[Verdict]:
+    """The verdicts on a report, in which `recent` is what was counted in the last minutes."""
+    return [
+        _working(now, recent),
+        _saves(now, recent),
+        _misses(recent),
+        _bottleneck(now, recent),
+        _memory(now),
+    ]
 
 
 # ---- is it working?
 
 
-def _working(facts: Facts) -> Verdict:
+def _working(now: Snapshot, recent: Counters) -> Verdict:
     verdict = partial(_verdict, "working")
-    if facts.differed:
+    if differed := now["verify_failures"]:
         return verdict(
-            BAD, "wrong KV", f"{_plural(facts.differed, 'chunk')} in an engine differed from what was saved"
+            BAD, "wrong KV", f"{_plural(differed, 'chunk')} in an engine differed from what was saved"
         )
-    down = [tier for tier in facts.tiers if tier.loads_down is not None or tier.stores_down is not None]
+    down = [tier for tier in now["tiers"] if _failing(tier)]
     if down:
-        word = f"{down[0].name} is down" if len(down) == 1 else f"{len(down)} tiers are down"
-        return verdict(BAD, word, "; ".join(_down(tier, len(down) > 1) for tier in down))
-    if facts.not_ready:
-        return verdict(WARN, "not ready", facts.not_ready)
-    troubles = list(_troubles(facts))
-    if troubles:
+        word = f"{down[0]['tier']} is down" if len(down) == 1 else f"{len(down)} tiers are down"
+        return verdict(BAD, word, "; ".join(_down(tier, now, is_named=len(down) > 1) for tier in down))
+    if now["why_not_ready"]:
+        return verdict(WARN, "not ready", now["why_not_ready"])
+    outages = {
+        tier["tier"]: max(ended)
+        for tier in now["tiers"]
+        if (
+            ended := [
+                each for each in map(_ended, tier["outages"]) if each[0] > now["time"] - recent["seconds"]
+            ]
+        )
+    }
+    if troubles := list(_troubles(now, recent, outages)):
         more = f" and {_plural(len(troubles) - 1, 'more kind')} of loss" if len(troubles) > 1 else ""
-        return verdict(WARN, "with losses", f"{troubles[0]}{more} in {_last(facts)}")
-    recovered = [tier for tier in facts.tiers if tier.back is not None]
-    if recovered:
-        tier = max(recovered, key=lambda each: each.was_down)
-        since = f"{span(tier.back or 0.0)}, after {span(tier.was_down)} of failures"
-        return verdict(GOOD, "yes, again", f"{tier.name} has worked for {since}")
-    names = [tier.name for tier in facts.tiers]
+        return verdict(WARN, "with losses", f"{troubles[0]}{more} in {_last(recent)}")
+    if outages:
+        name, (until, since) = max(outages.items(), key=lambda each: now["time"] - each[1][0])
+        text = f"{name} has worked for {span(now['time'] - until)}, after {span(until - since)} of failures"
+        return verdict(GOOD, "yes, again", text)
+    names = [tier["tier"] for tier in now["tiers"]]
     tiers = f"{_listed(names)} {'works' if len(names) == 1 else 'work'}"
-    return verdict(GOOD, "yes", f"{tiers}; {_clients(facts.clients)}")
+    return verdict(GOOD, "yes", f"{tiers}; {_clients(now)}")
 
 
-def _down(tier: TierFacts, named: bool) -> str:
-    ways = {"loads": tier.loads_down, "stores": tier.stores_down}
-    failing = [way for way, since in ways.items() if since is not None]
-    longest = max(since for since in ways.values() if since is not None)
-    text = f"{tier.name} has failed" if named else f"{_listed(failing)} have failed"
-    return f"{text} for {span(longest)}" + (f": {_short(tier.why)}" if tier.why else "")
+def _failing(tier: TierNow) -> list[OutageNow]:
+    return [each for each in tier["outages"] if each["until"] is None]
 
 
-def _troubles(facts: Facts) -> Iterable[str]:
+def _ended(outage: OutageNow) -> tuple[float, float]:
+    return outage["until"] or 0.0, outage["since"]
+
+
+def _down(tier: TierNow, now: Snapshot, *, is_named: bool) -> str:
+    outages = _failing(tier)
+    what = (
+        f"{tier['tier']} has failed" if is_named else f"{_listed([o['what'] for o in outages])} have failed"
+    )
+    text = f"{what} for {span(now['time'] - min(each['since'] for each in outages))}"
+    why = next((each["why"] for each in outages if each["why"]), "")
+    return f"{text}: {_short(why)}" if why else text
+
+
+def _troubles(now: Snapshot, recent: Counters, outages: Collection[str]) -> Iterable[str]:
     """What was lost. What a tier lost while it was down belongs to that, and a little is lost everywhere."""
-    if facts.corrupt:
-        yield f"{_plural(facts.corrupt, 'chunk')} damaged and deleted"
-    for tier in facts.tiers:
-        if tier.back is not None:
-            continue
-        if tier.faults > LOST * (tier.faults + tier.moves):
-            yield f"{_plural(tier.faults, 'object')} failed in {tier.name}"
+    if recent["corrupt"]:
+        yield f"{_plural(recent['corrupt'], 'chunk')} damaged and deleted"
+    for tier in (each["tier"] for each in now["tiers"] if each["tier"] not in outages):
+        faults, moves = recent["faults"].get(tier, 0), recent["moves"].get(tier, 0)
+        if faults > LOST * (faults + moves):
+            yield f"{_plural(faults, 'object')} failed in {tier}"
         reasons = {
             reason: tokens
-            for name, tokens in facts.dropped.items()
+            for name, tokens in recent["dropped"].items()
             for tier_name, reason in [name.split(" ")]
-            if tier_name == tier.name and tokens and reason not in INTENDED_DROPS
+            if tier_name == tier and tokens and reason not in INTENDED_DROPS
         }
         lost = sum(reasons.values())
-        if lost > LOST * (lost + tier.stored):
+        total = lost + recent["stored"].get(tier, 0)
+        if lost > LOST * total:
             for reason, tokens in sorted(reasons.items(), key=lambda each: -each[1]):
-                why = f"{_percent(tokens / (lost + tier.stored))}, {reason.replace('_', ' ')}"
-                yield f"{_plural(tokens, 'token')} not stored in {tier.name} ({why})"
+                why = f"{_percent(tokens / total)}, {reason.replace('_', ' ')}"
+                yield f"{_plural(tokens, 'token')} not stored in {tier} ({why})"
 
 
-def _clients(clients: Mapping[str, int]) -> str:
+def _clients(now: Snapshot) -> str:
+    counts = Counter(client.get("kind") for client in now["clients"])
     kinds = {"engine": "engine connection", "redis": "Redis client"}
-    counts = [_plural(clients[kind], word) for kind, word in kinds.items() if clients.get(kind)]
-    return _listed(counts) or "no engine is connected"
+    connected = [_plural(counts[kind], word) for kind, word in kinds.items() if counts[kind]]
+    return _listed(connected) or "no engine is connected"
 
 
 # ---- what does it save?
 
 
-def _saves(facts: Facts) -> Verdict:
+def _saves(now: Snapshot, recent: Counters) -> Verdict:
     verdict = partial(_verdict, "saves")
-    value_hits, value_misses = facts.values.get("hit", 0), facts.values.get("missed", 0)
+    value_hits, value_misses = recent["values"].get("hit", 0), recent["values"].get("missed", 0)
     gets = value_hits + value_misses
-    if facts.asked:
-        share = facts.hit / facts.asked
-        text = f"{_count(facts.hit)} of {_count(facts.asked)} tokens were not computed again"
-        if facts.lookups < EVIDENCE:
-            return verdict(IDLE, EARLY, f"{text}, in {_some(facts.lookups)}")
-        if facts.saved_seconds >= 0.1:
-            text += f": {span(facts.saved_seconds)} of computing{_money(facts)}"
-        return verdict(GOOD if share >= _SAVES else WARN, _percent(share), text)
+    if asked := recent["asked"]:
+        hit = sum(recent["hit"].values())
+        text = f"{_count(hit)} of {_count(asked)} tokens were not computed again"
+        if recent["lookups"] < EVIDENCE:
+            return verdict(IDLE, EARLY, f"{text}, in {_some(recent['lookups'])}")
+        if (saved := recent["saved_seconds"]) >= 0.1:
+            text += f": {span(saved)} of computing{_money(saved, now['price'])}"
+        return verdict(GOOD if hit / asked >= _SAVES else WARN, _percent(hit / asked), text)
     if gets:
         if gets < EVIDENCE:
             return verdict(IDLE, EARLY, f"{_plural(value_hits, 'value')} found, in {_some(gets)}")
         text = f"of {_plural(gets, 'value')} that Redis clients asked for; no engine asked"
         return verdict(GOOD if value_hits else WARN, _percent(value_hits / gets), text)
-    if stored := facts.values.get("set", 0):
+    if stored := recent["values"].get("set", 0):
         return verdict(IDLE, "nothing yet", f"Redis clients stored {_plural(stored, 'value')} and read none")
-    return verdict(IDLE, "nothing yet", f"no prompt was looked up in {_last(facts)}")
+    return verdict(IDLE, "nothing yet", f"no prompt was looked up in {_last(recent)}")
 
 
-def _money(facts: Facts) -> str:
-    price = read_price(facts.price)
+def _money(seconds: float, per_hour: str) -> str:
+    price = read_price(per_hour)
     if price is None:
         return ""
     before, hour, after = price
-    money = facts.saved_seconds / 3600 * hour
+    money = seconds / 3600 * hour
     return f", {before}{money:,.{2 if money >= 0.1 else 4}f}" + (f" {after}" if after else "")
 
 
@@ -232,26 +191,27 @@ def groups(missed: Mapping[str, int]) -> dict[str, int]:
     return {name: tokens for name, tokens in sums.items() if tokens}
 
 
-def _misses(facts: Facts) -> Verdict:
+def _misses(recent: Counters) -> Verdict:
     verdict = partial(_verdict, "misses")
-    if not facts.asked:
-        value_misses = facts.values.get("missed", 0)
+    asked, missed = recent["asked"], recent["missed"]
+    if not asked:
+        value_misses = recent["values"].get("missed", 0)
         if value_misses:
             return verdict(IDLE, _count(value_misses), "values that Redis clients asked for were not here")
-        return verdict(IDLE, "none", f"nothing was asked in {_last(facts)}")
-    avoidable = {name: n for name, n in groups(facts.missed).items() if name not in NORMAL}
-    share = sum(avoidable.values()) / facts.asked
-    reasons = {reason: facts.missed[reason] for name in avoidable for reason in MISS_GROUPS[name][1]
-               if facts.missed.get(reason)}  # fmt: skip
-    if facts.lookups < EVIDENCE:
-        return verdict(IDLE, EARLY, f"{_percent(share)} could have been hits, in {_some(facts.lookups)}")
+        return verdict(IDLE, "none", f"nothing was asked in {_last(recent)}")
+    avoidable = {name: n for name, n in groups(missed).items() if name not in NORMAL}
+    share = sum(avoidable.values()) / asked
+    reasons = {reason: missed[reason] for name in avoidable for reason in MISS_GROUPS[name][1]
+               if missed.get(reason)}  # fmt: skip
+    if recent["lookups"] < EVIDENCE:
+        return verdict(IDLE, EARLY, f"{_percent(share)} could have been hits, in {_some(recent['lookups'])}")
     if not avoidable:
         return verdict(
             GOOD, "none", "that could have been hits: the rest is new text, or was not worth loading"
         )
     largest_reasons = sorted(reasons, key=lambda reason: -reasons[reason])[:2]
     parts = [
-        f"{_percent(reasons[each] / facts.asked)} {_WORDS.get(each, each.replace('_', ' '))}"
+        f"{_percent(reasons[each] / asked)} {_WORDS.get(each, each.replace('_', ' '))}"
         for each in largest_reasons
     ]
     state = BAD if share >= _MISSED_BAD else WARN if share >= _MISSED_WARN else GOOD
@@ -273,9 +233,9 @@ _WORDS = {
 # ---- which resource is the limit?
 
 
-def _bottleneck(facts: Facts) -> Verdict:
+def _bottleneck(now: Snapshot, recent: Counters) -> Verdict:
     verdict = partial(_verdict, "bottleneck")
-    nearest = max(_limits(facts), key=lambda limit: limit.share)
+    nearest = max(_limits(now, recent), key=lambda limit: limit.share)
     if nearest.share < _NEAR:
         return verdict(GOOD, "none", f"nearest to its limit is {nearest.text}")
     if nearest.share < _LIMIT:
@@ -283,32 +243,28 @@ def _bottleneck(facts: Facts) -> Verdict:
     return verdict(BAD, nearest.name, nearest.text)
 
 
-def _limits(facts: Facts) -> Iterable[Nearness]:
-    yield Nearness("the thread", facts.busy, f"the server's thread, busy {_percent(facts.busy)} of the time")
-    yield Nearness(
-        "memory in use", facts.leased, f"the memory: {_percent(facts.leased)} of it is in use right now"
-    )
-    yield Nearness(
-        "connections", facts.connected, f"connections: {_percent(facts.connected)} of `clients` are open"
-    )
-    for tier in facts.tiers:
-        queue = f"{tier.name}: its queue of writes is {_percent(tier.queue)} full"
-        yield Nearness(f"writes to {tier.name}", tier.queue, queue)
-        if tier.slowest is not None:
-            took, allowed = _seconds(tier.slowest), _seconds(facts.deadline)
-            loads = f"{tier.name}: 1 load in 100 takes {took} or longer, of {allowed} allowed"
-            yield Nearness(f"loads from {tier.name}", tier.slowest / facts.deadline, loads)
+def _limits(now: Snapshot, recent: Counters) -> Iterable[Nearness]:
+    busy = recent["busy"] / max(1e-3, recent["seconds"])
+    leased = now["leased_bytes"] / max(1, now["tiers"][0]["capacity"] or 0)
+    connected = len(now["clients"]) / now["most_clients"] if now["most_clients"] else 0.0
+    yield Nearness("the thread", busy, f"the server's thread, busy {_percent(busy)} of the time")
+    yield Nearness("memory in use", leased, f"the memory: {_percent(leased)} of it is in use right now")
+    yield Nearness("connections", connected, f"connections: {_percent(connected)} of `clients` are open")
+    for tier in now["tiers"]:
+        name, full, slow = tier["tier"], tier["queue_full"], tier["slowest"]
+        yield Nearness(f"writes to {name}", full, f"{name}: its queue of writes is {_percent(full)} full")
+        if slow is not None:
+            took, allowed = _seconds(slow), _seconds(now["load_deadline"])
+            loads = f"{name}: 1 load in 100 takes {took} or longer, of {allowed} allowed"
+            yield Nearness(f"loads from {name}", slow / now["load_deadline"], loads)
 
 
-def slowest(before: Sequence[int], after: Sequence[int], part: float = 0.99) -> float | None:
-    """The seconds in which this part of the loads between two counts ended; None: there were too few.
+def slowest(counts: Sequence[int], part: float = 0.99) -> float | None:
+    """The seconds in which this part of the counted loads ended; None: there were too few.
 
     Counts are those of a histogram: at most each bound of SECONDS, and all of them last. Within a bucket
     loads count as evenly spread.
     """
-    if len(before) != len(after):  # none yet; or those of a server of another version, with other bounds
-        before = [0] * len(after)
-    counts = [b - a for a, b in zip(before, after, strict=True)]
     if not counts or counts[-1] < _FEW:
         return None
     rank, bucket_start, count_before = part * counts[-1], 0.0, 0
@@ -322,33 +278,46 @@ def slowest(before: Sequence[int], after: Sequence[int], part: float = 0.99) -> 
 # ---- is the memory large enough?
 
 
-def _memory(facts: Facts) -> Verdict:
+def _memory(now: Snapshot) -> Verdict:
     verdict = partial(_verdict, "memory")
-    tiers = [tier for tier in facts.tiers if tier.at("1") is not None and tier.at("2") is not None]
-    if facts.measured < EVIDENCE:
-        return verdict(IDLE, EARLY, _some(facts.measured))
-    if not any(hits for tier in tiers for hits in tier.curve.values()):
+    curve = {
+        name: ratios
+        for name, ratios in now["curve"].items()
+        if ratios.get("1") is not None and ratios.get("2") is not None
+    }
+    if now["curve_lookups"] < EVIDENCE:
+        return verdict(IDLE, EARLY, _some(now["curve_lookups"]))
+    if not any(hits for ratios in curve.values() for hits in ratios.values()):
         return verdict(IDLE, "no use yet", "no prompt came back, so memory of any size would hit nothing")
+
+    def at(name: str, factor: str) -> float:
+        return curve[name].get(factor) or 0.0
+
+    def sized(name: str, factor: float, text: str) -> str:
+        capacity = next(tier["capacity"] or 0 for tier in now["tiers"] if tier["tier"] == name)
+        return f"{text} ({size_text(factor * capacity)})"
+
     # What a tier would hit alone, the tiers below it may hit already. The largest of them sets the hit rate.
-    best_hit_ratio = max(tier.at("1") or 0.0 for tier in tiers)
-    tier = max(tiers, key=lambda each: each.at("2") or 0.0)
-    gain = max(0.0, (tier.at("2") or 0.0) - best_hit_ratio)
-    twice = f"{tier.name} × 2 ({size_text(2 * (tier.capacity or 0))}) would give {_points(gain)}"
+    best_hit_ratio = max(at(name, "1") for name in curve)
+    largest = max(curve, key=lambda name: at(name, "2"))
+    gain = max(0.0, at(largest, "2") - best_hit_ratio)
+    twice = f"{sized(largest, 2, f'{largest} × 2')} would give {_points(gain)}"
     if gain >= _SMALL:
-        return verdict(WARN, f"{tier.name} is small", twice)
-    top = tiers[0]
-    sooner = (top.at("2") or 0.0) - (top.at("1") or 0.0)
-    if top is not tier and sooner >= _SMALL:
-        double = f"{top.name} × 2 ({size_text(2 * (top.capacity or 0))})"
+        return verdict(WARN, f"{largest} is small", twice)
+    top = next(iter(curve))
+    sooner = at(top, "2") - at(top, "1")
+    if top != largest and sooner >= _SMALL:
+        double = sized(top, 2, f"{top} × 2")
         return verdict(GOOD, "enough", f"{double} would give no more hits, but {_points(sooner)} sooner")
     spare = [
-        each
-        for each in tiers
-        if (half := each.at("0.5")) is not None and half > (each.at("1") or 0.0) - _FITS / 2
+        name
+        for name, ratios in curve.items()
+        if (half := ratios.get("0.5")) is not None and half > at(name, "1") - _FITS / 2
     ]
     if gain < _FITS and spare:
-        half_of = size_text((spare[0].capacity or 0) // 2)
-        return verdict(GOOD, "ample", f"half of {spare[0].name} ({half_of}) would give as many hits")
+        return verdict(
+            GOOD, "ample", f"{sized(spare[0], 0.5, f'half of {spare[0]}')} would give as many hits"
+        )
     return verdict(GOOD, "enough", twice)
 
 
@@ -364,8 +333,8 @@ def _some(lookups: int) -> str:
     return f"{_count(lookups)} of the {EVIDENCE} lookups that a verdict needs"
 
 
-def _last(facts: Facts) -> str:
-    return f"the last {span(facts.seconds)}"
+def _last(recent: Counters) -> str:
+    return f"the last {span(recent['seconds'])}"
 
 
 def _count(number: int) -> str:

@@ -1059,6 +1059,7 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
             "warm": st.booleans(),
             "write": word,
             "queue": whole,
+            "queue_full": st.floats(0, 1),
         }
         | {
             "state": word,
@@ -1116,6 +1117,7 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
         }
         | {"loads": st.dictionaries(word, st.lists(whole, min_size=1, max_size=12), max_size=3)}
         | {"clients": st.lists(client, max_size=40), "verify_failures": whole, "corrupt": whole}
+        | {"curve_lookups": whole, "price": word, "load_deadline": st.floats(0, 10), "most_clients": whole}
         | {"sessions": st.fixed_dictionaries({"active": whole, "waiting": whole, "top": st.just([])})}
         | {"savings": st.fixed_dictionaries({"gpu_hour": amount} | worth | {"next_gib": more})}
     )

@@ -260,7 +260,7 @@ def test_a_row_of_history_has_the_counters_of_its_snapshot(make, tmp_path):
     told = json.loads(history.to_json())
     (row,) = told["rows"]
     assert (row["asked"], row["hit"], row["missed"]) == (4, {"cpu": 3}, {"never_stored": 1})
-    for name, field in (("up", "bytes_up"), ("down", "bytes_down"), ("used", "used")):
+    for name, field in (("up", "bytes_up"), ("down", "bytes_down")):
         assert row[name] == {tier["tier"]: tier[field] for tier in snapshot["tiers"]}
     assert told["reasons"] == MISS_REASONS
 

@@ -1,30 +1,69 @@
 """The five verdicts: the words and the colour follow from the numbers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
 from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS, SECONDS
-from lmtier.server.verdicts import LOST, Facts, TierFacts, groups, judge, slowest
+from lmtier.server.report import _nothing, counted_between
+from lmtier.server.verdicts import LOST, groups, judge, slowest
 
 ALERTS = Path(__file__).parents[2] / "dashboards" / "prometheus" / "alerts.yml"
-CPU = TierFacts(name="cpu", capacity=32 << 30)
-DISK = TierFacts(name="disk", capacity=500 << 30)
-REDIS = TierFacts(name="redis")
+NOW = 1e9
+
+
+def outage(what, since, until=None, why=""):
+    """An outage that began, and perhaps ended, so many seconds ago."""
+    return {"what": what, "since": NOW - since, "until": None if until is None else NOW - until, "why": why}
+
+
+def tier(name, *outages, capacity=None, queue_full=0.0, slowest=None, curve=None, **counted):
+    """A tier of a report; its curve; what was counted of it in the last minutes."""
+    row = {
+        "tier": name,
+        "outages": outages,
+        "capacity": capacity,
+        "queue_full": queue_full,
+        "slowest": slowest,
+    }
+    return row, curve, counted
+
+
+CPU = tier("cpu", capacity=32 << 30)
+DISK = tier("disk", capacity=500 << 30)
+REDIS = tier("redis")
+
+
+def verdicts(tiers=(CPU,), clients=None, **facts):
+    """The verdicts on a report with these facts, of which the counters are of the last minutes."""
+    counted: Any = {**_nothing(NOW), "seconds": 300.0, "lookups": 50}
+    counted |= {name: facts.pop(name) for name in {*facts} & {*counted}}
+    for row, _, counts in tiers:
+        for name, count in counts.items():
+            counted[name] = {**counted[name], row["tier"]: count}
+    report: Any = {
+        "time": NOW,
+        "tiers": [row for row, _, _ in tiers],
+        "curve": {row["tier"]: curve for row, curve, _ in tiers if curve},
+        "clients": [{"kind": kind} for kind, count in (clients or {}).items() for _ in range(count)],
+        **{"verify_failures": 0, "why_not_ready": "", "leased_bytes": 0, "curve_lookups": 50},
+        **{"price": "", "load_deadline": 2.0, "most_clients": 100, **facts},
+    }
+    return judge(report, counted)
 
 
 def said(name, **facts):
     """The state, and the whole line, of one verdict."""
-    facts = {"seconds": 300.0, "tiers": (CPU,), "lookups": 50, "measured": 50, **facts}
-    (verdict,) = (each for each in judge(Facts(**facts)) if each["name"] == name)
+    (verdict,) = (each for each in verdicts(**facts) if each["name"] == name)
     return verdict["state"], f"{verdict['word']}: {verdict['text']}"
 
 
 def test_there_are_five_and_each_is_one_short_line():
-    verdicts = judge(Facts(seconds=300.0, tiers=(CPU, DISK, REDIS)))
-    assert [each["name"] for each in verdicts] == ["working", "saves", "misses", "bottleneck", "memory"]
-    assert all(each["word"] and each["text"] and len(each["word"] + each["text"]) < 110 for each in verdicts)
+    lines = verdicts((CPU, DISK, REDIS))
+    assert [each["name"] for each in lines] == ["working", "saves", "misses", "bottleneck", "memory"]
+    assert all(each["word"] and each["text"] and len(each["word"] + each["text"]) < 110 for each in lines)
 
 
 def test_a_group_has_each_reason_for_a_miss_once():
@@ -35,8 +74,8 @@ def test_a_group_has_each_reason_for_a_miss_once():
 
 NEEDED = "of the 50 lookups that a verdict needs"
 USELESS = "no prompt came back, so memory of any size would hit nothing"
-DOWN = TierFacts(name="redis", loads_down=185.0)
-REFUSED = TierFacts(name="redis", loads_down=185.0, stores_down=60.0, why="Connection refused")
+DOWN = tier("redis", outage("loads", 185.0))
+REFUSED = tier("redis", outage("loads", 185.0), outage("stores", 60.0, why="Connection refused"))
 
 
 @pytest.mark.parametrize(
@@ -52,46 +91,46 @@ REFUSED = TierFacts(name="redis", loads_down=185.0, stores_down=60.0, why="Conne
             *("bad", "redis is down: loads and stores have failed for 3 min: Connection refused"),
         ),
         (
-            {"tiers": (CPU, TierFacts(name="disk", stores_down=3.0))},
+            {"tiers": (CPU, tier("disk", outage("stores", 3.0)))},
             *("bad", "disk is down: stores have failed for 3 s"),
         ),
         (
-            {"tiers": (CPU, TierFacts(name="disk", stores_down=7300.0), DOWN)},
+            {"tiers": (CPU, tier("disk", outage("stores", 7300.0)), DOWN)},
             *(
                 "bad",
                 "2 tiers are down: disk has failed for 2 h 1 min; redis has failed for 3 min",
             ),
         ),
         (
-            {"not_ready": "the scan of disk is not finished"},
+            {"why_not_ready": "the scan of disk is not finished"},
             *("warn", "not ready: the scan of disk is not finished"),
         ),
         ({"corrupt": 2}, "warn", "with losses: 2 chunks damaged and deleted in the last 5 min"),
         (
             {
-                "tiers": (CPU, TierFacts(name="disk", stored=360_000)),
+                "tiers": (CPU, tier("disk", stored=360_000)),
                 "dropped": {"disk queue_full": 20_000, "disk write_budget": 9},
             },
             *("warn", "with losses: 20K tokens not stored in disk (5.3 %, queue full) in the last 5 min"),
         ),
         ({"dropped": {"disk write_budget": 9}}, "good", "yes: cpu works; no engine is connected"),
         (
-            {"tiers": (CPU, TierFacts(name="disk", faults=1, moves=18))},
+            {"tiers": (CPU, tier("disk", faults=1, moves=18))},
             *("warn", "with losses: 1 object failed in disk in the last 5 min"),
         ),
         (
-            {"tiers": (CPU, TierFacts(name="disk", faults=1, moves=19))},
+            {"tiers": (CPU, tier("disk", faults=1, moves=19))},
             *("good", "yes: cpu and disk work; no engine is connected"),
         ),
         (
             {
-                "tiers": (CPU, TierFacts(name="disk", stored=5_000_000)),
+                "tiers": (CPU, tier("disk", stored=5_000_000)),
                 "dropped": {"disk queue_full": 256},
             },
             *("good", "yes: cpu and disk work; no engine is connected"),
         ),
         (
-            {"corrupt": 2, "tiers": (CPU, TierFacts(name="disk", faults=1))},
+            {"corrupt": 2, "tiers": (CPU, tier("disk", faults=1))},
             *("warn", "with losses: 2 chunks damaged and deleted and 1 more kind of loss in the last 5 min"),
         ),
         (
@@ -100,13 +139,13 @@ REFUSED = TierFacts(name="redis", loads_down=185.0, stores_down=60.0, why="Conne
         ),
         (
             {
-                "tiers": (CPU, TierFacts(name="redis", faults=9, back=12.0, was_down=200.0)),
+                "tiers": (CPU, tier("redis", outage("loads", 212.0, until=12.0), faults=9)),
                 "dropped": {"redis error": 900},
             },
             *("good", "yes, again: redis has worked for 12 s, after 3 min of failures"),
         ),
         (
-            {"differed": 1, "tiers": (CPU, REFUSED)},
+            {"verify_failures": 1, "tiers": (CPU, REFUSED)},
             *("bad", "wrong KV: 1 chunk in an engine differed from what was saved"),
         ),
     ],
@@ -121,15 +160,15 @@ def test_whether_it_works(facts, state, line):
         ({}, "idle", "nothing yet: no prompt was looked up in the last 5 min"),
         ({"seconds": 40.0}, "idle", "nothing yet: no prompt was looked up in the last 40 s"),
         (
-            {"asked": 1_700_000, "hit": 1_207_000},
+            {"asked": 1_700_000, "hit": {"cpu": 1_207_000}},
             *("good", "71 %: 1.21M of 1.7M tokens were not computed again"),
         ),
         (
-            {"asked": 9999, "hit": 999, "saved_seconds": 4000.0, "price": "$2.50"},
+            {"asked": 9999, "hit": {"cpu": 999}, "saved_seconds": 4000.0, "price": "$2.50"},
             *("good", "10 %: 999 of 9,999 tokens were not computed again: 1 h 6 min of computing, $2.78"),
         ),
         (
-            {"asked": 1000, "hit": 40, "saved_seconds": 41.0, "price": "2 €"},
+            {"asked": 1000, "hit": {"cpu": 40}, "saved_seconds": 41.0, "price": "2 €"},
             *("good", "4.0 %: 40 of 1,000 tokens were not computed again: 41 s of computing, 0.0228 €"),
         ),
         ({"asked": 1000}, "warn", "0 %: 0 of 1,000 tokens were not computed again"),
@@ -186,23 +225,23 @@ def test_what_could_have_been_a_hit(facts, state, line):
     ("facts", "state", "line"),
     [
         (
-            {"busy": 0.12},
+            {"busy": 36.0},
             *("good", "none: nearest to its limit is the server's thread, busy 12 % of the time"),
         ),
-        ({"busy": 0.95}, "bad", "the thread: the server's thread, busy 95 % of the time"),
+        ({"busy": 285.0}, "bad", "the thread: the server's thread, busy 95 % of the time"),
         (
-            {"leased": 0.75, "busy": 0.2},
+            {"leased_bytes": 24 << 30, "busy": 60.0},
             *("warn", "memory in use soon: the memory: 75 % of it is in use right now"),
         ),
         (
-            {"tiers": (CPU, TierFacts(name="disk", queue=1.0))},
+            {"tiers": (CPU, tier("disk", queue_full=1.0))},
             *("bad", "writes to disk: disk: its queue of writes is 100 % full"),
         ),
         (
-            {"tiers": (CPU, TierFacts(name="redis", slowest=1.5)), "deadline": 2.0},
+            {"tiers": (CPU, tier("redis", slowest=1.5)), "load_deadline": 2.0},
             *("warn", "loads from redis soon: redis: 1 load in 100 takes 1.5 s or longer, of 2 s allowed"),
         ),
-        ({"connected": 0.99}, "bad", "connections: connections: 99 % of `clients` are open"),
+        ({"clients": {"http": 99}}, "bad", "connections: connections: 99 % of `clients` are open"),
     ],
 )
 def test_which_resource_is_the_limit(facts, state, line):
@@ -210,11 +249,11 @@ def test_which_resource_is_the_limit(facts, state, line):
 
 
 def curve(half, now, twice):
-    return TierFacts(name="cpu", capacity=32 << 30, curve={"0.5": half, "1": now, "2": twice})
+    return tier("cpu", capacity=32 << 30, curve={"0.5": half, "1": now, "2": twice})
 
 
 @pytest.mark.parametrize(
-    ("tier", "state", "line"),
+    ("memory", "state", "line"),
     [
         (CPU, "idle", f"no use yet: {USELESS}"),
         (curve(None, None, None), "idle", f"no use yet: {USELESS}"),
@@ -231,9 +270,9 @@ def curve(half, now, twice):
         (curve(0.5, 0.5, 0.5), "good", "ample: half of cpu (16 GiB) would give as many hits"),
     ],
 )
-def test_whether_the_memory_is_large_enough(tier, state, line):
-    assert said("memory", tiers=(tier,)) == (state, line)
-    assert said("memory", tiers=(tier,), measured=49) == ("idle", f"too early: 49 {NEEDED}")
+def test_whether_the_memory_is_large_enough(memory, state, line):
+    assert said("memory", tiers=(memory,)) == (state, line)
+    assert said("memory", tiers=(memory,), curve_lookups=49) == ("idle", f"too early: 49 {NEEDED}")
 
 
 def test_a_loss_is_one_for_the_verdict_where_it_is_for_the_alert():
@@ -243,10 +282,10 @@ def test_a_loss_is_one_for_the_verdict_where_it_is_for_the_alert():
 
 
 def test_a_larger_memory_over_a_disk_that_holds_all_gives_no_more_hits():
-    disk = TierFacts(name="disk", capacity=500 << 30, curve={"0.5": 0.8, "1": 0.88, "2": 0.88})
+    disk = tier("disk", capacity=500 << 30, curve={"0.5": 0.8, "1": 0.88, "2": 0.88})
     line = "enough: cpu × 2 (64 GiB) would give no more hits, but +12 points of hit rate sooner"
     assert said("memory", tiers=(curve(0.2, 0.5, 0.62), disk)) == ("good", line)
-    small = TierFacts(name="disk", capacity=500 << 30, curve={"0.5": 0.8, "1": 0.6, "2": 0.7})
+    small = tier("disk", capacity=500 << 30, curve={"0.5": 0.8, "1": 0.6, "2": 0.7})
     line = "disk is small: disk × 2 (1000 GiB) would give +10 points of hit rate"
     assert said("memory", tiers=(curve(0.2, 0.5, 0.62), small)) == ("warn", line)
 
@@ -259,12 +298,12 @@ def test_the_time_in_which_99_of_100_loads_ended():
             totals.append(running)
         return totals
 
-    assert slowest([], []) is None
-    assert slowest([], counts(**{"le_0.01": 99})) is None, "too few"
+    assert slowest([]) is None
+    assert slowest(counts(**{"le_0.01": 99})) is None, "too few"
     fast = counts(**{"le_0.01": 10_000})
-    assert 0.009 < (slowest([], fast) or 0) < 0.01
+    assert 0.009 < (slowest(fast) or 0) < 0.01
     slow = [a + b for a, b in zip(fast, counts(**{"le_1": 200}), strict=True)]
-    assert 0.3 < (slowest([], slow) or 0) < 1
-    assert slowest(slow, slow) is None, "nothing was loaded since"
-    assert (slowest(fast, slow) or 0) > 0.9, "only what came since counts"
-    assert slowest([], counts(le_inf=500)) == SECONDS[-1], "longer than the last bound"
+    assert 0.3 < (slowest(slow) or 0) < 1
+    assert slowest(counted_between(slow, slow)) is None, "nothing was loaded since"
+    assert (slowest(counted_between(slow, fast)) or 0) > 0.9, "only what came since counts"
+    assert slowest(counts(le_inf=500)) == SECONDS[-1], "longer than the last bound"
