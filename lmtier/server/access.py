@@ -54,7 +54,7 @@ RIGHTS: Final[Mapping[str, Right]] = {
     **_rows(
         Right(Role.LOOK),
         "PING ECHO TIME SELECT INFO COMMAND CONFIG CLIENT DBSIZE",
-        "/ /metrics /version /api/stats /api/history /api/explain /api/pins /api/models",
+        "/ /metrics /version /api/stats /api/view /api/explain /api/pins /api/models",
     ),
     **_rows(
         Right(Role.ENGINE),

@@ -43,6 +43,10 @@ MAX_CLEARINGS = 64
 """The most clears that wait for one shared tier."""
 MAX_CHANGES = 4096
 """The most changes in one answer."""
+MAX_COLUMNS = 450
+"""The most columns of a view: the rows of the history."""
+_MISSES = 5
+"""Prompts that missed, in a view."""
 MAX_BODY = 256 << 10
 """Bytes of the arguments, as JSON."""
 MAX_KEYS_BODY = 5 << 20
@@ -112,7 +116,7 @@ class Api:
         self.calls = {
             f"/api/{name}": Call(method, getattr(self, f"_{name}"))
             for method, names in (
-                ("GET", "stats history explain pins models sessions changes"),
+                ("GET", "stats view explain pins models sessions changes"),
                 ("POST", "hints prefetch pin unpin set clear forget check"),
             )
             for name in names.split()
@@ -171,8 +175,14 @@ class Api:
     def _stats(self, asker: Asker) -> Any:
         return self._report.snapshot()
 
-    def _history(self, asker: Asker) -> Any:
-        return self._report.history.to_json()
+    def _view(self, asker: Asker, *, minutes: float = 5.0, columns: int = 60) -> PendingAnswer:
+        """What the page shows of the last minutes."""
+        if not 0.1 <= minutes <= 15:
+            raise Refused(f"ERR minutes={minutes} is not between 0.1 and 15")
+        columns = max(1, _at_most(columns, MAX_COLUMNS, "columns"))
+        misses = self._explainer.recent(_MISSES)
+        yield PAUSE
+        return self._report.view(minutes, columns, misses)
 
     def _explain(self, asker: Asker, *, most: int = 20, tokens: bool = False) -> Any:
         return self._explainer.recent(_at_most(most, MAX_LOOKUPS, "lookups"), tokens=tokens)

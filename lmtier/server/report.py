@@ -6,12 +6,12 @@ tokens, chunks, bytes and seconds. The verdicts of a snapshot are about the last
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from operator import itemgetter, sub
 from typing import Any, TypedDict, cast
 
@@ -22,11 +22,12 @@ from lmtier.core.lower import LowerTier
 from lmtier.core.match import CPU
 from lmtier.core.sessions import SessionNow
 from lmtier.errors import without_secrets
-from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
 from lmtier.rules.breaker import Outage
 from lmtier.rules.money import HOUR, GpuSavings, next_gib
+from lmtier.server.explain import Explanation
 from lmtier.server.verdicts import Verdict, judge, slowest
+from lmtier.server.view import View, view_of
 
 ClientRow = dict[str, object]
 """One connection: name, kind, address, age (seconds), asked (requests), received and sent (bytes)."""
@@ -34,19 +35,51 @@ ClientRow = dict[str, object]
 _TOP = 10  # sessions
 _JUDGED = 300.0
 """Seconds that the verdicts are about."""
+_NOW = 1.5
+"""Seconds that count as now."""
+_APART = 10.0
+"""Seconds between rows of the history where some are missing."""
+_DRAWN = ("asked", "hit", "up", "down", "values")  # over time
 _FAULTS = ("error", "deadline", "overdue")
 
 
-class Tokens(TypedDict):
-    """asked = hit, over tiers, + missed, over reasons."""
+class Counters(TypedDict):
+    """What was counted in so many `seconds`: since the server's start, or between two times.
 
+    Tokens: asked = hit, over tiers, + missed, over reasons.
+    """
+
+    seconds: float
+    lookups: int
     asked: int
     hit: dict[str, int]
     missed: dict[str, int]
     stored: dict[str, int]
-    skipped: int
     dropped: dict[str, int]
     """Dropped tokens by "tier reason"."""
+    up: dict[str, int]
+    """Bytes loaded from each tier, and stored to it."""
+    down: dict[str, int]
+    loads: dict[str, list[int]]
+    """For each tier, how many loads took at most each of `metrics.SECONDS`, and at last all of them."""
+    moves: dict[str, int]
+    """Chunks that each tier gave or took."""
+    failed: dict[str, int]
+    """Objects that it did not give or take, for any reason."""
+    faults: dict[str, int]
+    """Failed objects for which the tier is to blame: errors, and answers that came too late or never."""
+    evicted: dict[str, int]
+    values: dict[str, int]
+    """Named values by event: hit, missed, set, …"""
+    saved_seconds: float
+    """Seconds that engines would have computed the hit tokens, as far as engines measured it."""
+    busy: float
+    """CPU seconds of the main thread. Near 1 per second it is the bottleneck."""
+    lookup_seconds: float
+    """The part of `busy` for lookups."""
+    corrupt: int
+    differed: int
+    """Chunks that differed in an engine from what was saved."""
 
 
 class OutageNow(TypedDict):
@@ -66,7 +99,7 @@ class ShareNow(TypedDict):
 
     used: int
     share: int
-    evictions: int
+    evicted: int
 
 
 class TierNow(TypedDict):
@@ -79,7 +112,6 @@ class TierNow(TypedDict):
     capacity: int | None
     pinned: int | None
     """Bytes of pinned chunks."""
-    warm: bool
     write: str | None
     queue: int
     """Chunks that are still to be written or deleted."""
@@ -88,21 +120,10 @@ class TierNow(TypedDict):
     state: str
     """works, warming up, loads fail, stores fail, or fails: both."""
     outages: list[OutageNow]
-    evictions: int
     shares: dict[str, ShareNow]
     """By tenant; empty if none are configured."""
-    bytes_up: int
-    bytes_down: int
-    seconds_up: float
-    seconds_down: float
     slowest: float | None
     """Seconds in which 99 of 100 loads of the last minutes ended. None: there were too few."""
-    failures: int
-    """Objects that it did not give or take, for any reason."""
-    faults: int
-    """Failures for which the tier is to blame: errors, and answers that came too late or never."""
-    moves: int
-    """Chunks that it gave or took."""
 
 
 class Named(TypedDict):
@@ -123,8 +144,10 @@ class NextGib(TypedDict):
 class Savings(TypedDict):
     """What hits have saved since the start, by the engines' own costs of computing."""
 
+    price: str
+    """The price of an hour of an engine's GPUs, as set: 2.50 $."""
     gpu_hour: float
-    """The price of an hour; 0: not set, so `money` is 0."""
+    """The same as a number; 0: not set, so `money` is 0."""
     gpu_hours: float
     money: float
     next_gib: dict[str, NextGib]
@@ -147,38 +170,23 @@ class Snapshot(TypedDict):
     verdicts: list[Verdict]
     """Five lines that say what all of this means."""
     time: float
-    uptime: float
-    ready: bool
     why_not_ready: str
-    chunk_tokens: int
-    lookups: int
-    recent_hit_ratio: float
-    tokens: Tokens
-    saved_seconds: float
-    """Seconds that engines would have computed the hit tokens, as far as engines measured it."""
+    counted: Counters
+    """Since the start."""
+    tiers: list[TierNow]
     models: list[Named]
     tenants: list[Named]
-    values: dict[str, int]
-    """Named values by event: hit, missed, set, …; `held` is how many the tier with most of them has."""
-    leased_bytes: int
-    tiers: list[TierNow]
-    loads: dict[str, list[int]]
-    """For each tier, how many loads took at most each of `metrics.SECONDS`, and at last all of them."""
+    sessions: SessionsNow
+    clients: list[ClientRow]
+    values: int
+    """Named values that the tier with most of them has."""
     curve: dict[str, dict[str, float | None]]
     """The hit rate of each bounded tier if it were alone and so many times its size. None: not known."""
-    savings: Savings
-    sessions: SessionsNow
-    busy: float
-    """CPU seconds of the main thread. Near 1 per second it is the bottleneck."""
-    lookup_seconds: float
-    """The part of `busy` for lookups."""
-    clients: list[ClientRow]
-    verify_failures: int
-    corrupt: int
     curve_lookups: int
     """Lookups that `curve` is made of."""
-    price: str
-    """The price of an hour of an engine, as set: 2.50 $."""
+    savings: Savings
+    leased_bytes: int
+    chunk_tokens: int
     load_deadline: float
     most_clients: int
     """0: no limit."""
@@ -214,7 +222,7 @@ class Report:
     def sample(self) -> None:
         """Keep a row of the history, if one is due."""
         if not self.history.due():
-            self.history.sample(self.snapshot())
+            self.history.sample(self._counted())
 
     def dump(self) -> dict[str, Any]:
         """What another server needs to go on."""
@@ -238,20 +246,9 @@ class Report:
 
     def snapshot(self) -> Snapshot:
         cache, metrics = self._cache, self._cache.metrics
-        why_not = self.why_not_ready()
-        missed_tokens = whole(metrics.sums(metrics.missed_tokens, "reason"))
-        up_down = ("tier", "direction")
-        transfer_bytes = whole(metrics.sums(metrics.transfer_bytes, *up_down))
-        transfer_seconds = metrics.sums(metrics.transfer_seconds, *up_down)
-        loads = metrics.buckets(metrics.transfer_seconds, "tier", direction="up")
-        stores = metrics.buckets(metrics.transfer_seconds, "tier", direction="down")
-        evictions = whole(metrics.sums(metrics.evictions, "tier"))
-        share_evictions = whole(metrics.sums(metrics.share_evictions, "tier", "tenant"))
-        failures = whole(metrics.sums(metrics.tier_failures, "tier", "reason"))
-        now, uptime = time.time(), self._clock() - self._started
-        baseline = self.history.before(now - _JUDGED)
-        if baseline is None or baseline["time"] > now:  # the clock was set back
-            baseline = _nothing(now - uptime)
+        now, counted = time.time(), self._counted()
+        recent = self.history.since(counted, _JUDGED)
+        share_evictions = metrics.sums(metrics.share_evictions, "tier", "tenant")
         urls = [without_secrets(spec.url) for spec in cache.config.cache_tiers]
 
         def tier(label: str, url: str, below: LowerTier | None) -> TierNow:
@@ -263,85 +260,101 @@ class Report:
                 "used": occupancy.used,
                 "capacity": occupancy.capacity,
                 "pinned": occupancy.pinned,
-                "warm": below is None or below.is_warm,
                 "write": None if below is None else below.write,
                 "queue": 0 if below is None else below.backlog,
                 "queue_full": 0.0 if below is None else min(1.0, below.waiting / cache.config.queue_length),
                 "state": "works" if below is None else _state(below),
                 "outages": [] if below is None else self._outages(below, now),
-                "evictions": evictions.get(label, 0),
                 "shares": {
                     pool.name: {
                         "used": pool.used,
                         "share": pool.share_bytes,
-                        "evictions": share_evictions.get(f"{label} {pool.name}", 0),
+                        "evicted": int(share_evictions.get(f"{label} {pool.name}", 0)),
                     }
                     for pool in occupancy.pools
                 },
-                "bytes_up": transfer_bytes.get(f"{label} up", 0),
-                "bytes_down": transfer_bytes.get(f"{label} down", 0),
-                "seconds_up": transfer_seconds.get(f"{label} up", 0.0),
-                "seconds_down": transfer_seconds.get(f"{label} down", 0.0),
-                "slowest": None,
-                "failures": sum(count for key, count in failures.items() if key.split()[0] == label),
-                "faults": sum(failures.get(f"{label} {reason}", 0) for reason in _FAULTS),
-                "moves": sum(counts[label][-1] for counts in (loads, stores) if label in counts),
+                "slowest": slowest(recent["loads"].get(label, [])),
             }
 
         labels = [(CPU, None), *((below.label, below) for below in cache.lower)]
-        values = whole(metrics.sums(metrics.values, "event"))
-        values["held"] = max(
-            len(each.records) for each in (cache.index, *(t.index for t in cache.lower.owned))
-        )
+        indexes = [cache.index, *(owned.index for owned in cache.lower.owned)]
         snapshot: Snapshot = {
             "name": self._name,
             "version": __version__,
             "verdicts": [],
             "time": now,
-            "uptime": uptime,
-            "ready": not why_not,
-            "why_not_ready": why_not,
-            "chunk_tokens": cache.chunk_tokens,
-            "lookups": total(metrics.sums(metrics.lookups)),
-            "recent_hit_ratio": sum(metrics.sums(metrics.hit_ratio).values()),
-            "tokens": {
-                "asked": total(metrics.sums(metrics.asked_tokens)),
-                "hit": whole(metrics.sums(metrics.hit_tokens, "tier")),
-                "missed": {reason: n for reason, n in missed_tokens.items() if n},
-                "stored": whole(metrics.sums(metrics.stored_tokens, "tier")),
-                "skipped": total(metrics.sums(metrics.skipped_tokens)),
-                "dropped": whole(metrics.sums(metrics.dropped_tokens, "tier", "reason")),
-            },
-            "saved_seconds": sum(metrics.sums(metrics.saved_seconds).values()),
+            "why_not_ready": self.why_not_ready(),
+            "counted": counted,
+            "tiers": [tier(label, url, below) for (label, below), url in zip(labels, urls, strict=True)],
             "models": _named(metrics.sums(metrics.model_tokens, "model", "outcome")),
             "tenants": _named(metrics.sums(metrics.tenant_tokens, "tenant", "outcome")),
-            "values": values,
-            "leased_bytes": cache.index.leased_bytes,
-            "tiers": [tier(label, url, below) for (label, below), url in zip(labels, urls, strict=True)],
+            "sessions": self._sessions(),
+            "clients": self._clients(),
+            "values": max(len(index.records) for index in indexes),
             "curve": {
                 place.tier: {
                     f"{factor:g}": _known(cache.outlook.hit_ratio(place, factor)) for factor in FACTORS
                 }
                 for place in cache.outlook.tiers
             },
-            "savings": self._savings(),
-            "sessions": self._sessions(),
-            "busy": sum(metrics.sums(metrics.owner_seconds).values()),
-            "lookup_seconds": sum(metrics.sums(metrics.lookup_seconds).values()),
-            "clients": self._clients(),
-            "verify_failures": total(metrics.sums(metrics.verify_failures)),
-            "corrupt": sum(count for key, count in failures.items() if key.split()[1] == "corrupt"),
-            "loads": loads,
             "curve_lookups": cache.outlook.lookups,
-            "price": self._gpu_hour,
+            "savings": self._savings(counted),
+            "leased_bytes": cache.index.leased_bytes,
+            "chunk_tokens": cache.chunk_tokens,
             "load_deadline": cache.config.load_deadline,
             "most_clients": self._most_clients,
         }
-        recent = counted_between(row_of(snapshot), baseline)
-        for row in snapshot["tiers"]:
-            row["slowest"] = slowest(recent["loads"].get(row["tier"], []))
         snapshot["verdicts"] = judge(snapshot, recent)
         return snapshot
+
+    def _counted(self) -> Counters:
+        metrics = self._cache.metrics
+
+        def by(metric: Any, *labels: str) -> dict[str, int]:
+            return {key: int(value) for key, value in metrics.sums(metric, *labels).items() if value}
+
+        def total(metric: Any) -> float:
+            return sum(metrics.sums(metric).values())
+
+        moved, failures = (
+            by(metrics.transfer_bytes, "direction", "tier"),
+            by(metrics.tier_failures, "reason", "tier"),
+        )
+        loads, stores = (
+            metrics.buckets(metrics.transfer_seconds, "tier", direction=each) for each in ("up", "down")
+        )
+        moves = sum(
+            (Counter({tier: n[-1] for tier, n in each.items()}) for each in (loads, stores)), Counter()
+        )
+        return {
+            "seconds": self._clock() - self._started,
+            "lookups": int(total(metrics.lookups)),
+            "asked": int(total(metrics.asked_tokens)),
+            "hit": by(metrics.hit_tokens, "tier"),
+            "missed": by(metrics.missed_tokens, "reason"),
+            "stored": by(metrics.stored_tokens, "tier"),
+            "dropped": by(metrics.dropped_tokens, "tier", "reason"),
+            "up": _by_tier(moved, "up"),
+            "down": _by_tier(moved, "down"),
+            "loads": {tier: counts for tier, counts in loads.items() if counts[-1]},
+            "moves": dict(moves),
+            "failed": by(metrics.tier_failures, "tier"),
+            "faults": _by_tier(failures, *_FAULTS),
+            "evicted": by(metrics.evictions, "tier"),
+            "values": by(metrics.values, "event"),
+            "saved_seconds": total(metrics.saved_seconds),
+            "busy": total(metrics.owner_seconds),
+            "lookup_seconds": total(metrics.lookup_seconds),
+            "corrupt": sum(_by_tier(failures, "corrupt").values()),
+            "differed": int(total(metrics.verify_failures)),
+        }
+
+    def view(self, minutes: float, parts: int, misses: Sequence[Explanation]) -> View:
+        """What people see of it, about so many minutes, in so many parts."""
+        now, history = self.snapshot(), self.history
+        lately = history.since(now["counted"], minutes * 60)
+        columns = history.columns(now["counted"], minutes * 60, parts)
+        return view_of(now, history.since(now["counted"], _NOW), lately, columns, misses)
 
     def _outages(self, below: LowerTier, now: float) -> list[OutageNow]:
         def moment(at: float) -> float:
@@ -362,12 +375,11 @@ class Report:
             for what, outage in found
         ]
 
-    def _savings(self) -> Savings:
-        cache, metrics = self._cache, self._cache.metrics
-        saved = sum(metrics.sums(metrics.saved_seconds).values())
+    def _savings(self, counted: Counters) -> Savings:
+        cache = self._cache
+        saved, hit = counted["saved_seconds"], sum(counted["hit"].values())
         price = read_price(self._gpu_hour)
         price_per_hour = price[1] if price is not None else 0.0
-        hit = total(metrics.sums(metrics.hit_tokens))
         worth = GpuSavings(saved / HOUR, price_per_hour)
         next_gibs: dict[str, NextGib] = {}
         for place in cache.outlook.tiers if hit else ():
@@ -376,13 +388,14 @@ class Report:
                 continue
             saving = next_gib(
                 *(hit_ratio, doubled, place.capacity),
-                asked=total(metrics.sums(metrics.asked_tokens)),
-                seconds=self._clock() - self._started,
+                asked=counted["asked"],
+                seconds=counted["seconds"],
                 token=saved / hit,
                 price=price_per_hour,
             )
             next_gibs[place.tier] = {"gpu_hours": saving.gpu_hours, "money": saving.money}
         return {
+            "price": self._gpu_hour,
             "gpu_hour": price_per_hour,
             "gpu_hours": worth.gpu_hours,
             "money": worth.money,
@@ -399,117 +412,82 @@ class Report:
 
 
 class History:
-    """Rows of cumulative counters for the last minutes, so that a newly opened page can draw them.
-
-    A row is kept as the JSON to send: 450 rows are some 300 KB, and cost nothing to serve.
-    """
+    """The counters of the last minutes, a row every two seconds, for people who look later."""
 
     def __init__(
         self, interval: float = 2.0, minutes: float = 15.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._interval = interval
         self._clock = clock
-        self._rows: deque[tuple[float, bytes]] = deque(maxlen=int(minutes * 60 / interval) + 1)
+        self._rows = deque([_nothing()], maxlen=int(minutes * 60 / interval) + 1)
         self._next = clock()
 
     def due(self) -> float:
         """Seconds until the next row is due; 0: now."""
         return max(0.0, self._next - self._clock())
 
-    def sample(self, snapshot: Snapshot) -> None:
-        """Keep a row of this snapshot."""
+    def sample(self, row: Counters) -> None:
         self._next = self._clock() + self._interval
-        row = json.dumps(row_of(snapshot), separators=(",", ":")).encode()
-        self._rows.append((snapshot["time"], row))
+        self._rows.append(row)
 
-    def before(self, moment: float) -> Counters | None:
-        """The last row at or before this time, else the first one. None: there is none."""
-        after = bisect_right(self._rows, moment, key=itemgetter(0))
-        return json.loads(self._rows[max(0, after - 1)][1]) if self._rows else None
+    def since(self, now: Counters, seconds: float) -> Counters:
+        """What was counted in the last seconds, or in all that are known."""
+        after = bisect_right(self._rows, now["seconds"] - seconds, key=itemgetter("seconds"))
+        return cast(Counters, _merged(now, self._rows[max(0, after - 1)], sub))
+
+    def columns(self, now: Counters, seconds: float, count: int) -> list[Counters]:
+        """What was counted in equal parts of the last seconds.
+
+        They begin at round times, so that they stand still while time goes by. Between two rows counters are
+        on a straight line, unless rows are missing there.
+        """
+        width = seconds / count
+        end = math.ceil(now["seconds"] / width) * width
+        edges = [self._at(end - (count - i) * width, now) for i in range(count + 1)]
+        return [_merged(after, before, sub) for before, after in pairwise(edges)]
+
+    def _at(self, moment: float, now: Counters) -> Counters:
+        i = bisect_right(self._rows, moment, key=itemgetter("seconds"))
+        before, after = self._rows[max(0, i - 1)], self._rows[i] if i < len(self._rows) else now
+        apart = after["seconds"] - before["seconds"]
+        passed = max(0.0, moment - before["seconds"]) / apart if 0 < apart <= _APART else 0.0
+        passed = 1.0 if moment >= after["seconds"] else passed
+        drawn = {name: each for name, each in after.items() if name in _DRAWN}
+        counters = _merged(drawn, before, lambda later, earlier: earlier + passed * (later - earlier))
+        return cast(Counters, {**counters, "seconds": moment})
 
     def dump(self) -> dict[str, Any]:
-        return {"names": [*Counters.__annotations__], "rows": list(self._rows)}
+        return {"names": [*Counters.__annotations__], "rows": [*self._rows]}
 
     def restore(self, dumped: Mapping[str, Any]) -> None:
         """Begin with the rows of another server, unless it kept fewer counters in a row."""
         if Counters.__annotations__.keys() <= {*dumped.get("names", ())}:
-            self._rows.extend(dumped["rows"])
-
-    def to_json(self) -> bytes:
-        """The rows, the oldest first, and the meaning of each reason for a miss and their groups."""
-        groups = [
-            {"name": name, "title": title, "reasons": each} for name, (title, each) in MISS_GROUPS.items()
-        ]
-        head = {"interval": self._interval, "reasons": MISS_REASONS, "groups": groups}
-        return (
-            json.dumps(head).encode().removesuffix(b"}")
-            + b', "rows": ['
-            + b",".join(row for _, row in self._rows)
-            + b"]}"
-        )
+            self._rows = deque(dumped["rows"], self._rows.maxlen)
 
 
-class Counters(TypedDict):
-    """What was counted in so many `seconds`: since the start, as in a row of the history, or between two."""
-
-    seconds: float
-    time: float
-    lookups: int
-    asked: int
-    hit: dict[str, int]
-    missed: dict[str, int]
-    stored: dict[str, int]
-    dropped: dict[str, int]
-    up: dict[str, int]
-    down: dict[str, int]
-    faults: dict[str, int]
-    moves: dict[str, int]
-    loads: dict[str, list[int]]
-    values: dict[str, int]
-    saved_seconds: float
-    corrupt: int
-    busy: float
-
-
-def _nothing(time: float) -> Counters:
+def _nothing() -> Counters:
     """The counters at the start of the server."""
-    nothing: dict[str, Any] = {
-        name: {} if "dict" in str(kind) else 0 for name, kind in Counters.__annotations__.items()
-    }
-    return cast(Counters, nothing | {"time": time})
+    kinds = Counters.__annotations__.items()
+    return cast(Counters, {name: {} if "dict" in str(kind) else 0 for name, kind in kinds})
 
 
-def counted_between(now: Any, then: Any) -> Any:
-    """Counters of later less those of earlier. What only the later ones have was 0."""
-    if isinstance(now, dict):
-        return {name: counted_between(value, then.get(name)) for name, value in now.items()} if then else now
-    if isinstance(now, list):  # of other lengths: of a server of another version, with other bounds
-        return list(map(sub, now, then)) if then and len(then) == len(now) else now
-    return now - (then or 0)
+def _merged(later: Any, earlier: Any, merge: Callable[[float, float], float]) -> Any:
+    """Two rows as one. What only the later one has was 0."""
+    if isinstance(later, dict):
+        return {name: _merged(each, earlier and earlier.get(name), merge) for name, each in later.items()}
+    if isinstance(later, list):  # of other lengths: of a server of another version, with other bounds
+        is_like = earlier and len(earlier) == len(later)
+        return list(map(merge, later, earlier if is_like else [0] * len(later)))
+    return merge(later, earlier or 0)
 
 
-def row_of(snapshot: Snapshot) -> Counters:
-    """The row of a snapshot in the history."""
-    tokens, tiers = snapshot["tokens"], snapshot["tiers"]
-    return {
-        "seconds": round(snapshot["uptime"], 3),
-        "time": round(snapshot["time"], 3),
-        "lookups": snapshot["lookups"],
-        "asked": tokens["asked"],
-        "hit": tokens["hit"],
-        "missed": tokens["missed"],
-        "stored": tokens["stored"],
-        "dropped": tokens["dropped"],
-        "up": {tier["tier"]: tier["bytes_up"] for tier in tiers},
-        "down": {tier["tier"]: tier["bytes_down"] for tier in tiers},
-        "faults": {tier["tier"]: tier["faults"] for tier in tiers if tier["faults"]},
-        "moves": {tier["tier"]: tier["moves"] for tier in tiers if tier["moves"]},
-        "loads": {name: counts for name, counts in snapshot["loads"].items() if counts[-1]},
-        "values": snapshot["values"],
-        "saved_seconds": round(snapshot["saved_seconds"], 3),
-        "corrupt": snapshot["corrupt"],
-        "busy": round(snapshot["busy"], 3),
-    }
+def _by_tier(sums: Mapping[str, int], *wanted: str) -> dict[str, int]:
+    """Sums by tier, of sums by "word tier" with these words."""
+    found: Counter[str] = Counter()
+    for key, number in sums.items():
+        word, tier = key.split(" ")
+        found[tier] += number if word in wanted else 0
+    return {tier: number for tier, number in found.items() if number}
 
 
 def _state(below: LowerTier) -> str:
@@ -531,11 +509,3 @@ def _named(sums: Mapping[str, float]) -> list[Named]:
 
 def _known(ratio: float) -> float | None:
     return None if math.isnan(ratio) else ratio
-
-
-def whole(sums: dict[str, float]) -> dict[str, int]:
-    return {key: int(value) for key, value in sums.items() if value}
-
-
-def total(sums: dict[str, float]) -> int:
-    return int(sum(sums.values()))

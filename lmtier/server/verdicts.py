@@ -70,9 +70,9 @@ def judge(now: Snapshot, recent: Counters) -> list[Verdict]:
 
 def _working(now: Snapshot, recent: Counters) -> Verdict:
     verdict = partial(_verdict, "working")
-    if differed := now["verify_failures"]:
+    if differed := now["counted"]["differed"]:
         return verdict(
-            BAD, "wrong KV", f"{_plural(differed, 'chunk')} in an engine differed from what was saved"
+            BAD, "wrong KV", f"{plural(differed, 'chunk')} in an engine differed from what was saved"
         )
     down = [tier for tier in now["tiers"] if _failing(tier)]
     if down:
@@ -90,14 +90,14 @@ def _working(now: Snapshot, recent: Counters) -> Verdict:
         )
     }
     if troubles := list(_troubles(now, recent, outages)):
-        more = f" and {_plural(len(troubles) - 1, 'more kind')} of loss" if len(troubles) > 1 else ""
+        more = f" and {plural(len(troubles) - 1, 'more kind')} of loss" if len(troubles) > 1 else ""
         return verdict(WARN, "with losses", f"{troubles[0]}{more} in {_last(recent)}")
     if outages:
         name, (until, since) = max(outages.items(), key=lambda each: now["time"] - each[1][0])
         text = f"{name} has worked for {span(now['time'] - until)}, after {span(until - since)} of failures"
         return verdict(GOOD, "yes, again", text)
     names = [tier["tier"] for tier in now["tiers"]]
-    tiers = f"{_listed(names)} {'works' if len(names) == 1 else 'work'}"
+    tiers = f"{listed(names)} {'works' if len(names) == 1 else 'work'}"
     return verdict(GOOD, "yes", f"{tiers}; {_clients(now)}")
 
 
@@ -111,9 +111,7 @@ def _ended(outage: OutageNow) -> tuple[float, float]:
 
 def _down(tier: TierNow, now: Snapshot, *, is_named: bool) -> str:
     outages = _failing(tier)
-    what = (
-        f"{tier['tier']} has failed" if is_named else f"{_listed([o['what'] for o in outages])} have failed"
-    )
+    what = f"{tier['tier']} has failed" if is_named else f"{listed([o['what'] for o in outages])} have failed"
     text = f"{what} for {span(now['time'] - min(each['since'] for each in outages))}"
     why = next((each["why"] for each in outages if each["why"]), "")
     return f"{text}: {_short(why)}" if why else text
@@ -122,11 +120,11 @@ def _down(tier: TierNow, now: Snapshot, *, is_named: bool) -> str:
 def _troubles(now: Snapshot, recent: Counters, outages: Collection[str]) -> Iterable[str]:
     """What was lost. What a tier lost while it was down belongs to that, and a little is lost everywhere."""
     if recent["corrupt"]:
-        yield f"{_plural(recent['corrupt'], 'chunk')} damaged and deleted"
+        yield f"{plural(recent['corrupt'], 'chunk')} damaged and deleted"
     for tier in (each["tier"] for each in now["tiers"] if each["tier"] not in outages):
         faults, moves = recent["faults"].get(tier, 0), recent["moves"].get(tier, 0)
         if faults > LOST * (faults + moves):
-            yield f"{_plural(faults, 'object')} failed in {tier}"
+            yield f"{plural(faults, 'object')} failed in {tier}"
         reasons = {
             reason: tokens
             for name, tokens in recent["dropped"].items()
@@ -137,15 +135,15 @@ def _troubles(now: Snapshot, recent: Counters, outages: Collection[str]) -> Iter
         total = lost + recent["stored"].get(tier, 0)
         if lost > LOST * total:
             for reason, tokens in sorted(reasons.items(), key=lambda each: -each[1]):
-                why = f"{_percent(tokens / total)}, {reason.replace('_', ' ')}"
-                yield f"{_plural(tokens, 'token')} not stored in {tier} ({why})"
+                why = f"{percent(tokens / total)}, {reason.replace('_', ' ')}"
+                yield f"{plural(tokens, 'token')} not stored in {tier} ({why})"
 
 
 def _clients(now: Snapshot) -> str:
     counts = Counter(client.get("kind") for client in now["clients"])
     kinds = {"engine": "engine connection", "redis": "Redis client"}
-    connected = [_plural(counts[kind], word) for kind, word in kinds.items() if counts[kind]]
-    return _listed(connected) or "no engine is connected"
+    connected = [plural(counts[kind], word) for kind, word in kinds.items() if counts[kind]]
+    return listed(connected) or "no engine is connected"
 
 
 # ---- what does it save?
@@ -157,19 +155,19 @@ def _saves(now: Snapshot, recent: Counters) -> Verdict:
     gets = value_hits + value_misses
     if asked := recent["asked"]:
         hit = sum(recent["hit"].values())
-        text = f"{_count(hit)} of {_count(asked)} tokens were not computed again"
+        text = f"{count(hit)} of {count(asked)} tokens were not computed again"
         if recent["lookups"] < EVIDENCE:
             return verdict(IDLE, EARLY, f"{text}, in {_some(recent['lookups'])}")
         if (saved := recent["saved_seconds"]) >= 0.1:
-            text += f": {span(saved)} of computing{_money(saved, now['price'])}"
-        return verdict(GOOD if hit / asked >= _SAVES else WARN, _percent(hit / asked), text)
+            text += f": {span(saved)} of computing{_money(saved, now['savings']['price'])}"
+        return verdict(GOOD if hit / asked >= _SAVES else WARN, percent(hit / asked), text)
     if gets:
         if gets < EVIDENCE:
-            return verdict(IDLE, EARLY, f"{_plural(value_hits, 'value')} found, in {_some(gets)}")
-        text = f"of {_plural(gets, 'value')} that Redis clients asked for; no engine asked"
-        return verdict(GOOD if value_hits else WARN, _percent(value_hits / gets), text)
+            return verdict(IDLE, EARLY, f"{plural(value_hits, 'value')} found, in {_some(gets)}")
+        text = f"of {plural(gets, 'value')} that Redis clients asked for; no engine asked"
+        return verdict(GOOD if value_hits else WARN, percent(value_hits / gets), text)
     if stored := recent["values"].get("set", 0):
-        return verdict(IDLE, "nothing yet", f"Redis clients stored {_plural(stored, 'value')} and read none")
+        return verdict(IDLE, "nothing yet", f"Redis clients stored {plural(stored, 'value')} and read none")
     return verdict(IDLE, "nothing yet", f"no prompt was looked up in {_last(recent)}")
 
 
@@ -197,25 +195,25 @@ def _misses(recent: Counters) -> Verdict:
     if not asked:
         value_misses = recent["values"].get("missed", 0)
         if value_misses:
-            return verdict(IDLE, _count(value_misses), "values that Redis clients asked for were not here")
+            return verdict(IDLE, count(value_misses), "values that Redis clients asked for were not here")
         return verdict(IDLE, "none", f"nothing was asked in {_last(recent)}")
     avoidable = {name: n for name, n in groups(missed).items() if name not in NORMAL}
     share = sum(avoidable.values()) / asked
     reasons = {reason: missed[reason] for name in avoidable for reason in MISS_GROUPS[name][1]
                if missed.get(reason)}  # fmt: skip
     if recent["lookups"] < EVIDENCE:
-        return verdict(IDLE, EARLY, f"{_percent(share)} could have been hits, in {_some(recent['lookups'])}")
+        return verdict(IDLE, EARLY, f"{percent(share)} could have been hits, in {_some(recent['lookups'])}")
     if not avoidable:
         return verdict(
             GOOD, "none", "that could have been hits: the rest is new text, or was not worth loading"
         )
     largest_reasons = sorted(reasons, key=lambda reason: -reasons[reason])[:2]
     parts = [
-        f"{_percent(reasons[each] / asked)} {_WORDS.get(each, each.replace('_', ' '))}"
+        f"{percent(reasons[each] / asked)} {_WORDS.get(each, each.replace('_', ' '))}"
         for each in largest_reasons
     ]
     state = BAD if share >= _MISSED_BAD else WARN if share >= _MISSED_WARN else GOOD
-    return verdict(state, _percent(share), f"could have been hits: {', '.join(parts)}")
+    return verdict(state, percent(share), f"could have been hits: {', '.join(parts)}")
 
 
 _WORDS = {
@@ -235,7 +233,7 @@ _WORDS = {
 
 def _bottleneck(now: Snapshot, recent: Counters) -> Verdict:
     verdict = partial(_verdict, "bottleneck")
-    nearest = max(_limits(now, recent), key=lambda limit: limit.share)
+    nearest = max(limits(now, recent), key=lambda limit: limit.share)
     if nearest.share < _NEAR:
         return verdict(GOOD, "none", f"nearest to its limit is {nearest.text}")
     if nearest.share < _LIMIT:
@@ -243,16 +241,17 @@ def _bottleneck(now: Snapshot, recent: Counters) -> Verdict:
     return verdict(BAD, nearest.name, nearest.text)
 
 
-def _limits(now: Snapshot, recent: Counters) -> Iterable[Nearness]:
+def limits(now: Snapshot, recent: Counters) -> Iterable[Nearness]:
+    """Each resource that may be the limit."""
     busy = recent["busy"] / max(1e-3, recent["seconds"])
     leased = now["leased_bytes"] / max(1, now["tiers"][0]["capacity"] or 0)
     connected = len(now["clients"]) / now["most_clients"] if now["most_clients"] else 0.0
-    yield Nearness("the thread", busy, f"the server's thread, busy {_percent(busy)} of the time")
-    yield Nearness("memory in use", leased, f"the memory: {_percent(leased)} of it is in use right now")
-    yield Nearness("connections", connected, f"connections: {_percent(connected)} of `clients` are open")
+    yield Nearness("the thread", busy, f"the server's thread, busy {percent(busy)} of the time")
+    yield Nearness("memory in use", leased, f"the memory: {percent(leased)} of it is in use right now")
+    yield Nearness("connections", connected, f"connections: {percent(connected)} of `clients` are open")
     for tier in now["tiers"]:
         name, full, slow = tier["tier"], tier["queue_full"], tier["slowest"]
-        yield Nearness(f"writes to {name}", full, f"{name}: its queue of writes is {_percent(full)} full")
+        yield Nearness(f"writes to {name}", full, f"{name}: its queue of writes is {percent(full)} full")
         if slow is not None:
             took, allowed = _seconds(slow), _seconds(now["load_deadline"])
             loads = f"{name}: 1 load in 100 takes {took} or longer, of {allowed} allowed"
@@ -330,14 +329,14 @@ def _points(gain: float) -> str:
 
 
 def _some(lookups: int) -> str:
-    return f"{_count(lookups)} of the {EVIDENCE} lookups that a verdict needs"
+    return f"{count(lookups)} of the {EVIDENCE} lookups that a verdict needs"
 
 
 def _last(recent: Counters) -> str:
     return f"the last {span(recent['seconds'])}"
 
 
-def _count(number: int) -> str:
+def count(number: int) -> str:
     """As the page writes it: 9,999, 12.3K, 1.23M."""
     if abs(number) < 10_000:
         return f"{number:,}"
@@ -348,11 +347,11 @@ def _count(number: int) -> str:
     return f"{value:.3g}{unit}"
 
 
-def _plural(number: int, word: str) -> str:
-    return f"{_count(number)} {word}{'s' * (number != 1)}"
+def plural(number: int, word: str) -> str:
+    return f"{count(number)} {word}{'s' * (number != 1)}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     value = 100 * share
     fine = 0 < value < 9.95 or 99 < value < 100
     return "< 0.1 %" if 0 < value < 0.1 else f"{value:.1f} %" if fine else f"{value:.0f} %"
@@ -372,7 +371,7 @@ def span(seconds: float) -> str:
     return f"{hours} h {whole // 60 % 60} min" if hours < 48 else f"{days} d {hours % 24} h"
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 

@@ -18,8 +18,8 @@ from urllib.parse import unquote, urlencode, urlsplit
 from lmtier.config import ServerConfig, host_and_port
 from lmtier.errors import ConfigError, LMTierError
 from lmtier.server.explain import Explanation
-from lmtier.server.report import Snapshot, TierNow, Tokens
-from lmtier.server.verdicts import Verdict
+from lmtier.server.report import Snapshot, TierNow
+from lmtier.server.view import Hits, Part, Table, View
 from lmtier.tools.terminal import printable
 from lmtier.wire.certificates import client_context
 
@@ -167,36 +167,28 @@ class Console:
     def snapshot(self) -> Snapshot:
         """The server's report about itself."""
         report = self.get("/api/stats")
-        tiers = report.get("tiers")
-        if (
-            Snapshot.__required_keys__ <= report.keys()
-            and isinstance(tiers, list)
-            and all(isinstance(tier, dict) and TierNow.__required_keys__ <= tier.keys() for tier in tiers)
-            and isinstance(report["tokens"], dict)
-            and Tokens.__required_keys__ <= report["tokens"].keys()
-            and isinstance(report["verdicts"], list)
-            and report["verdicts"]
-            and all(
-                isinstance(each, dict) and Verdict.__required_keys__ <= each.keys()
-                for each in report["verdicts"]
-            )
-            and isinstance(report["curve"], dict)
-            and all(isinstance(ratios, dict) for ratios in report["curve"].values())
-        ):
+        if Snapshot.__required_keys__ <= report.keys() and _are(report["tiers"], TierNow.__required_keys__):
             return cast(Snapshot, report)
         raise self._trouble(_STRANGE)
 
-    def history(self) -> list[dict[str, Any]]:
-        """Its counters over the last minutes, the oldest first."""
-        rows = self.get("/api/history").get("rows")
-        if isinstance(rows, list) and all(isinstance(each, dict) for each in rows):
-            return rows
+    def view(self, minutes: float = 5.0, columns: int = 1) -> View:
+        """What people see of it."""
+        view = self.get("/api/view", minutes=minutes, columns=columns)
+        if (
+            View.__required_keys__ <= view.keys()
+            and all(_are([view[name]], Hits.__required_keys__) for name in ("now", "lately", "start"))
+            and _are(view["columns"], Hits.__required_keys__)
+            and _are(view["parts"], Part.__required_keys__)
+            and view["parts"]
+            and all(_are(part["tables"], Table.__required_keys__) for part in view["parts"])
+        ):
+            return cast(View, view)
         raise self._trouble(_STRANGE)
 
     def explanations(self, most: int, *, tokens: bool = False) -> list[Explanation]:
         """Why its last lookups missed, the latest first."""
         found = self.get("/api/explain", list, most=most, **({"tokens": "true"} if tokens else {}))
-        if all(isinstance(each, dict) and Explanation.__required_keys__ <= each.keys() for each in found):
+        if _are(found, Explanation.__required_keys__):
             return cast("list[Explanation]", found)
         raise self._trouble(_STRANGE)
 
@@ -320,6 +312,11 @@ def _context(address: ServerAddress) -> ssl.SSLContext:
         context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
+
+
+def _are(rows: object, keys: frozenset[str]) -> bool:
+    """Whether these are objects with these keys."""
+    return isinstance(rows, list) and all(isinstance(each, dict) and keys <= each.keys() for each in rows)
 
 
 def _harmless(value: Any) -> Any:

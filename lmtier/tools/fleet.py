@@ -9,12 +9,14 @@ from functools import partial
 from typing import NamedTuple
 
 from lmtier.errors import ConfigError
+from lmtier.server.view import Hits, View
 from lmtier.threads import start_thread
-from lmtier.tools.console import ServerAddress, Unreachable
+from lmtier.tools.console import Console, ServerAddress, Unreachable
 from lmtier.tools.terminal import Screen, bar, table
-from lmtier.tools.top import MINUTES, NOW, Totals, WatchedServer, counted_between, hit_rate, totals_before
-from lmtier.tools.views import client_count, percent, working_text
+from lmtier.tools.top import MINUTES, hit_rate
+from lmtier.tools.views import percent, rows_of, tables_of, working_text
 
+_NOTHING: Hits = {"time": 0.0, "seconds": 0.0, "asked": 0, "found": {}}
 _PATIENCE = 2.0  # seconds in which a server has to answer
 
 
@@ -26,9 +28,9 @@ class ServerStatus(NamedTuple):
     state: str = "good"
     """The state of its verdict on whether it works: good, warn or bad."""
     verdict: str = ""
-    recent: Totals | None = None
-    """What was counted in the last seconds, and in the last minutes."""
-    past: Totals | None = None
+    now: Hits = _NOTHING
+    """What was asked in the last seconds, and in the last minutes."""
+    lately: Hits = _NOTHING
     used: float = 0.0
     """The part of the memory in use."""
     busy: float = 0.0
@@ -37,7 +39,7 @@ class ServerStatus(NamedTuple):
     @property
     def hit_rate_15min(self) -> float:
         """The hit rate of the last minutes; 1 if nothing was asked."""
-        return sum(self.past.hit.values()) / self.past.asked if self.past and self.past.asked else 1.0
+        return sum(self.lately["found"].values()) / self.lately["asked"] if self.lately["asked"] else 1.0
 
     @property
     def health_order(self) -> tuple[bool, int, float]:
@@ -51,7 +53,6 @@ class FleetServer:
     def __init__(self, address: ServerAddress) -> None:
         self.name = str(address)
         self._address = address
-        self._watched: WatchedServer | None = None
         self.last = ServerStatus(self.name, "did not answer yet")
         self._is_asking = False
 
@@ -61,33 +62,25 @@ class FleetServer:
             return
         self._is_asking = True
         try:
-            if self._watched is None:
-                self._watched = WatchedServer(self._address, _PATIENCE)
-            else:
-                self._watched.ask()
-            self.last = status_of(self.name, self._watched)
+            self.last = status_of(self.name, Console(self._address, _PATIENCE).view(MINUTES))
         except (Unreachable, ConfigError) as error:
             self.last = ServerStatus(self.name, str(error).removeprefix(f"{self.name} "))
         finally:
             self._is_asking = False
 
 
-def status_of(name: str, watched: WatchedServer) -> ServerStatus:
-    now, timeline = watched.now, watched.line
-    working = now["verdicts"][0]
-    recent, past = (
-        counted_between(timeline[-1], totals_before(timeline, seconds)) for seconds in (NOW, MINUTES * 60)
-    )
-    memory = now["tiers"][0]
+def status_of(name: str, view: View) -> ServerStatus:
+    tables, working = tables_of(view), view["parts"][0]
+    memory, thread = (next(iter(rows_of(tables.get(each))), {}) for each in ("tiers", "limits"))
     return ServerStatus(
         name,
         state=working["state"],
-        verdict="" if working["state"] == "good" else working_text(now),
-        recent=recent,
-        past=past,
-        used=(memory["used"] or 0) / (memory["capacity"] or 1),
-        busy=recent.busy / max(1e-3, recent.time),
-        clients=client_count(now),
+        verdict="" if working["state"] == "good" else working_text(view),
+        now=view["now"],
+        lately=view["lately"],
+        used=memory.get("full") or 0.0,
+        busy=thread.get("in use") or 0.0,
+        clients=view["clients"],
     )
 
 
@@ -103,8 +96,8 @@ def ask_all(hosts: Sequence[FleetServer]) -> list[ServerStatus]:
 def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str]:
     """The screen: a line for all, then a line for each server."""
     reachable = [status for status in looks if not status.trouble]
-    asked = sum(status.past.asked for status in reachable if status.past)
-    hits = sum(sum(status.past.hit.values()) for status in reachable if status.past)
+    asked = sum(status.lately["asked"] for status in reachable)
+    hits = sum(sum(status.lately["found"].values()) for status in reachable)
     parts = [f"{len(looks)} servers", f"hit rate of the last minutes {percent(hits, asked)}"]
     if unreachable_count := len(looks) - len(reachable):
         parts.append(f"{unreachable_count} not reached")
@@ -120,7 +113,7 @@ def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str
         if status.trouble
         else (
             name,
-            *(hit_rate(status.recent), hit_rate(status.past), percent(status.used, 1), bar(status.used, 5)),
+            *(hit_rate(status.now), hit_rate(status.lately), percent(status.used, 1), bar(status.used, 5)),
             *(percent(status.busy, 1), f"{status.clients:,}", status.verdict or "works"),
         )
         for name, status in zip(names, looks, strict=True)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from textwrap import wrap
 from typing import Any
 
-from lmtier.observe.metrics import MISS_REASONS
-from lmtier.observe.miss_curve import FACTORS
 from lmtier.server.explain import Explanation
-from lmtier.server.report import Snapshot
+from lmtier.server.view import Table, View
 from lmtier.tools.console import Console
-from lmtier.tools.terminal import count_text, duration_text, number_text, size_text, table
+from lmtier.tools.terminal import bar, count_text, duration_text, size_text, table
 
-_SHOWN = 20  # clients
 _CLEARING = 60.0  # seconds: TIMEOUT is too short for a million chunks, or to search a shared tier
 
 
@@ -23,7 +20,7 @@ def ping_text(remote: Console) -> str:
     began = time.monotonic()
     remote.get("/version")
     seconds = time.monotonic() - began
-    return f"{headline(remote.snapshot(), str(remote.address))}; it answered in {seconds * 1000:.2f} ms"
+    return f"{headline(remote.view(), str(remote.address))}; it answered in {seconds * 1000:.2f} ms"
 
 
 def clear(
@@ -124,50 +121,90 @@ def _uncounted(report: Mapping[str, Any]) -> list[str]:
     return [t["tier"] for t in report["tiers"] if t["chunks"] is None and t["sealed"] != "tenant"]
 
 
-def stats(now: Snapshot, name: str) -> str:
-    """Everything since the start, in tables."""
-    parts = [
-        headline(now, name),
-        verdicts_table(now),
-        _tokens_table(now),
-        _tiers_table(now),
-        *_shares_table(now),
-        *_values(now),
-        *_pinned(now),
-        *_agents(now),
-        *_savings(now),
-        _thread_text(now, now["busy"], now["uptime"]),
-    ]
-    if now["curve"]:
-        parts.append(curve_table(now, "hit rate if the tier were"))
-    if now["clients"]:
-        parts.append(clients_table(now))
-    if now["verify_failures"] or now["corrupt"]:
-        corrupt, differed = now["corrupt"], now["verify_failures"]
-        parts.append(
-            f"{count_text(corrupt, 'object')} corrupt and deleted; {count_text(differed, 'chunk')} in an "
-            "engine not as saved: see the log."
-        )
-    return "\n\n".join(parts)
+def stats(view: View, name: str) -> str:
+    """All of a view."""
+    verdicts = table(("", "", ""), ((part["name"], part["word"], part["text"]) for part in view["parts"]))
+    texts = [headline(view, name), "\n".join(verdicts.splitlines()[2:])]
+    for part in view["parts"]:
+        texts += [
+            *part["notes"],
+            *(table_text(each, _COLUMNS.get(each["name"], ())) for each in part["tables"]),
+        ]
+    return "\n\n".join(texts)
 
 
-def _agents(now: Snapshot) -> list[str]:
-    active, waiting = now["sessions"]["active"], now["sessions"]["waiting"]
-    return [f"agent sessions: {active:,} active, {waiting:,} wait for a person"] if active + waiting else []
+_COLUMNS = {
+    "tokens": ("tokens", "since the start", "of all", "meaning"),
+    "the last prompts that missed": ("ago", "times", "asker", "asked", "hit", "token", "reason"),
+    "tiers": (
+        *("tier", "used", "capacity", "full", "chunks", "loaded", "stored", "queue", "evicted", "failed"),
+        "state",
+    ),
+}
+"""The columns in `stats`, of tables that have more than fit."""
 
 
-def _savings(now: Snapshot) -> list[str]:
-    """What hits saved, if engines send their costs."""
-    savings = now["savings"]
-    if not savings["gpu_hours"]:
-        return []
-    price = savings["gpu_hour"]
-    text = f"hits saved {number_text(savings['gpu_hours'])} GPU-hours"
-    text += f": {savings['money']:,.2f} at {price:g} an hour" if price else ""
-    for tier, next_gib in savings["next_gib"].items():
-        amount = f"{next_gib['money']:,.2f}" if price else f"{number_text(next_gib['gpu_hours'])} GPU-hours"
-        text += f"\none more GiB of {tier} would save {amount} a day"
-    return [text]
+def headline(view: View, name: str) -> str:
+    ready = f"not ready: {view['why_not_ready']}" if view["why_not_ready"] else "ready"
+    return f"lmtier {view['version']}, {ready}, up {duration_text(view['start']['seconds'])}, at {name}"
+
+
+def working_text(view: View) -> str:
+    """Whether the server works, as it says itself."""
+    working = view["parts"][0]
+    return f"{working['word']}: {working['text']}"
+
+
+def tables_of(view: View) -> dict[str, Table]:
+    return {each["name"]: each for part in view["parts"] for each in part["tables"]}
+
+
+def rows_of(shown: Table | None) -> list[dict[str, Any]]:
+    """The cells of each row, by the names of their columns."""
+    names = [each.rpartition(" ")[0] for each in shown["columns"]] if shown else []
+    return [dict(zip(names, row, strict=False)) for row in (shown["rows"] if shown else ())]
+
+
+def table_text(
+    shown: Table, names: Sequence[str] = (), most: int | None = None, *, head: str = "", bars: int = 0
+) -> str:
+    """A table with these columns, or with all but notes, and how many rows are left out.
+
+    `head` is said in place of the first name, and `bars` is the width of a bar beside each share.
+    """
+    units = {name: unit.rstrip("+") for name, _, unit in (each.rpartition(" ") for each in shown["columns"])}
+    names = names or [each.rpartition(" ")[0] for each in shown["columns"] if not each.endswith("+")]
+
+    def text(name: str, value: object) -> str:
+        said = cell_text(value, units[name])
+        if bars and units[name] == "share" and isinstance(value, int | float):
+            return f"{said:>5}  {bar(value, bars)}"
+        return said
+
+    rows = rows_of(shown)[:most]
+    cells = [[text(name, row.get(name)) for name in names] for row in rows]
+    more = shown["more"] + len(shown["rows"]) - len(rows)
+    lines = table((head or names[0], *names[1:]), cells)
+    return f"{lines}\nand {more:,} more" if more else lines
+
+
+def cell_text(value: object, unit: str) -> str:
+    if not isinstance(value, int | float) or unit in ("text", "state"):
+        return "-" if value in (None, "") or isinstance(value, list) else str(value)[:90]
+    texts: dict[str, Callable[[float], str]] = {
+        "count": lambda number: f"{number:,.0f}",
+        "share": lambda part: percent(part, 1),
+        "bytes": size_text,
+        "rate": lambda nbytes: f"{size_text(round(nbytes))}/s" if nbytes else "-",
+        "seconds": lambda seconds: f"{1000 * seconds:,.3g} ms",
+        "age": duration_text,
+        "time": lambda moment: time.strftime("%H:%M:%S", time.localtime(moment)),
+    }
+    return texts.get(unit, str)(value)
+
+
+def percent(part: float | None, total: float | None) -> str:
+    return f"{100 * part / total:.0f} %" if total and part is not None else "-"
 
 
 def explanations_text(explanations: Sequence[Explanation], columns: int) -> str:
@@ -196,168 +233,6 @@ def explanations_text(explanations: Sequence[Explanation], columns: int) -> str:
             asked, stored = (", ".join(map(str, each[side])) for side in ("here", "there"))
             parts.append(f"  asked there: {asked}; what stood there: {stored}")
     return "\n".join(parts)
-
-
-def headline(now: Snapshot, name: str) -> str:
-    ready = "ready" if now["ready"] else f"not ready: {now['why_not_ready']}"
-    return f"lmtier {now['version']}, {ready}, up {duration_text(now['uptime'])}, at {name}"
-
-
-def working_text(now: Snapshot) -> str:
-    """Whether the server works, as it says itself."""
-    working = now["verdicts"][0]
-    return f"{working['word']}: {working['text']}"
-
-
-def client_count(now: Snapshot) -> int:
-    """Engines and Redis clients; not those who watch the server."""
-    return sum(client["kind"] in ("engine", "redis") for client in now["clients"])
-
-
-def verdicts_table(now: Snapshot) -> str:
-    """Five lines that say what the numbers mean."""
-    rows = [(each["name"], each["word"], each["text"]) for each in now["verdicts"]]
-    return "\n".join(table(("", "", ""), rows).splitlines()[2:])
-
-
-def _tokens_table(now: Snapshot) -> str:
-    tokens = now["tokens"]
-    asked = tokens["asked"]
-
-    def row(what: str, count: int, meaning: str = "") -> tuple[str, ...]:
-        return what, f"{count:,}", percent(count, asked), meaning
-
-    rows = [row("asked", asked, f"in {count_text(now['lookups'], 'lookup')}")]
-    rows += [row(f"hit in {tier}", count) for tier, count in tokens["hit"].items()]
-    missed = sorted(tokens["missed"].items(), key=lambda each: -each[1])
-    rows += [row(f"missed: {why}", count, MISS_REASONS.get(why, "")) for why, count in missed if count]
-    rows += [(f"stored in {tier}", f"{count:,}", "-", "") for tier, count in tokens["stored"].items()]
-    rows += [
-        (f"dropped: {key.replace(' ', ', ')}", f"{count:,}", "-", "should have been stored, and was not")
-        for key, count in tokens["dropped"].items()
-    ]
-    return table(("tokens", "count", "share", ""), rows)
-
-
-def _tiers_table(now: Snapshot) -> str:
-    headers = (
-        "tier",
-        "used",
-        "capacity",
-        "full",
-        "chunks",
-        "up",
-        "down",
-        "queue",
-        "evicted",
-        "failed",
-        "state",
-    )
-    rows = [
-        (
-            tier["tier"],
-            size_or_dash(tier["used"]),
-            size_or_dash(tier["capacity"]),
-            percent(tier["used"], tier["capacity"]),
-            "-" if tier["chunks"] is None else f"{tier['chunks']:,}",
-            size_text(tier["bytes_up"]),
-            size_text(tier["bytes_down"]),
-            f"{tier['queue']:,}",
-            f"{tier['evictions']:,}",
-            f"{tier['failures']:,}",
-            tier["state"],
-        )
-        for tier in now["tiers"]
-    ]
-    return table(headers, rows)
-
-
-def _values(now: Snapshot) -> list[str]:
-    """What Redis clients did, if there were any."""
-    values = now["values"]
-    hit, missed, held = (values.get(event, 0) for event in ("hit", "missed", "held"))
-    if not (hit or missed or values.get("set")):
-        return []
-    share = percent(hit, hit + missed)
-    return [
-        f"values of Redis clients: {held:,} stored; {hit + missed:,} were read, and {share} of them were here"
-    ]
-
-
-def _pinned(now: Snapshot) -> list[str]:
-    pinned = [f"{size_text(tier['pinned'])} of {tier['tier']}" for tier in now["tiers"] if tier["pinned"]]
-    return [f"pinned: {', '.join(pinned)}; `lmtier pins` says by what"] if pinned else []
-
-
-def _shares_table(now: Snapshot) -> list[str]:
-    rows = [
-        (
-            tenant,
-            tier["tier"],
-            size_or_dash(share["used"]),
-            size_or_dash(share["share"]),
-            percent(share["used"], share["share"]),
-            f"{share['evictions']:,}",
-        )
-        for tier in now["tiers"]
-        for tenant, share in tier["shares"].items()
-    ]
-    return [table(("tenant", "tier", "used", "share", "of it", "evicted"), rows)] if rows else []
-
-
-def _thread_text(now: Snapshot, busy: float, seconds: float) -> str:
-    """How busy the server's main thread is. Its limit is one second per second."""
-    each = f"{now['lookup_seconds'] / now['lookups'] * 1e6:,.0f} µs" if now["lookups"] else "-"
-    return f"the server's thread was busy {percent(busy, seconds)} of the time; a lookup takes it {each}"
-
-
-def curve_table(now: Snapshot, what: str) -> str:
-    """The table that shows whether more memory would help."""
-    capacities = {tier["tier"]: tier["capacity"] for tier in now["tiers"]}
-    factors = [f"{factor:g}" for factor in FACTORS]
-    rows = [
-        (
-            tier,
-            size_or_dash(capacities.get(tier)),
-            *("-" if (ratio := ratios.get(factor)) is None else percent(ratio, 1) for factor in factors),
-        )
-        for tier, ratios in now["curve"].items()
-    ]
-    return table((what, "of", *(f"× {factor}" for factor in factors)), rows)
-
-
-def clients_table(now: Snapshot, most: int = _SHOWN) -> str:
-    busiest = sorted(now["clients"], key=lambda client: -_moved(client))
-    rows = [
-        (
-            str(client["kind"]),
-            str(client["name"] or "-")[:24],
-            str(client["address"])[:28],
-            duration_text(_number(client["age"])),
-            size_text(int(_number(client["received"]))),
-            size_text(int(_number(client["sent"]))),
-        )
-        for client in busiest[:most]
-    ]
-    text = table(("client", "name", "address", "age", "received", "sent"), rows)
-    hidden_count = len(busiest) - most
-    return f"{text}\nand {hidden_count:,} more" if hidden_count > 0 else text
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _moved(client: Mapping[str, object]) -> float:
-    return _number(client["received"]) + _number(client["sent"])
-
-
-def percent(part: float | None, total: float | None) -> str:
-    return f"{100 * part / total:.0f} %" if total and part is not None else "-"
-
-
-def size_or_dash(count: int | None) -> str:
-    return "-" if count is None else size_text(count)
 
 
 def sessions_table(sessions: Sequence[Mapping[str, Any]]) -> str:

@@ -338,8 +338,8 @@ def test_what_only_waited_is_no_fault_in_the_report(now):
         cache.release(match)
         failures = partial(cache.metrics.value, "lmtier_tier_failures_total", tier="near", op="load")
         assert (failures(reason="waited"), failures(reason="deadline")) == (4, 0)
-        (_, told) = Report(cache, list, 0.0).snapshot()["tiers"]
-        assert (told["failures"], told["faults"]) == (4, 0)
+        counted = Report(cache, list, 0.0).snapshot()["counted"]
+        assert (counted["failed"], counted["faults"]) == ({"near": 4}, {})
 
 
 def test_an_object_that_cannot_be_deleted_keeps_no_other_from_its_turn(now):

@@ -411,8 +411,8 @@ def test_a_cache_counts_and_shows_each_share():
         save(cache, prompt("b", 100, 5))
         report = Report(cache, list, started=0.0)
         shares = report.snapshot()["tiers"][0]["shares"]
-        assert shares["a"] == {"used": 15 * PAGE, "share": 5 * PAGE, "evictions": 5}
-        assert "300 %" in views.stats(report.snapshot(), "here")
+        assert shares["a"] == {"used": 15 * PAGE, "share": 5 * PAGE, "evicted": 5}
+        assert "300 %" in views.stats(report.view(5.0, 1, []), "here")
         value = cache.metrics.value
         shown = {
             name: [value(f"lmtier_share_{what}", tier="cpu", tenant=name) for what in ("bytes", "used_bytes")]

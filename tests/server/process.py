@@ -64,7 +64,7 @@ class Served:
         try:
             self.where = self.process.where(PATIENCE)
             assert self.where, f"the server did not start:\n{self.log.read_text()}"
-            until(lambda: self.report()["ready"])
+            until(lambda: not self.report()["why_not_ready"])
         except BaseException:
             self.kill()
             raise

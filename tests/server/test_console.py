@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,8 @@ from lmtier.errors import ConfigError
 from lmtier.format.keys import namespace
 from lmtier.format.layout import form_of
 from lmtier.observe.metrics import MISS_REASONS
-from lmtier.server.report import Snapshot
+from lmtier.server.report import Counters, History, Snapshot, _nothing
+from lmtier.server.view import View, view_of
 from lmtier.testing import opaque_layout
 from lmtier.tools.cli import main
 from lmtier.tools.commands import watching
@@ -46,7 +47,7 @@ from lmtier.tools.console import (
     parse_address,
 )
 from lmtier.tools.terminal import Screen, bar, duration_text, printable, spark
-from lmtier.tools.top import Totals, frame, timeline
+from lmtier.tools.top import frame
 from lmtier.tools.views import stats
 from tests.certificates import certify
 from tests.redis_process import RedisServer
@@ -433,8 +434,8 @@ def test_ping_waits_for_a_server_that_starts(run, serve, tmp_path):
 
 
 def test_ping_fails_while_a_server_is_not_ready(run, impostor, now):
-    now["ready"], now["why_not_ready"] = False, "the scan of disk is not finished"
-    answer = answered(now)
+    now["why_not_ready"] = "the scan of disk is not finished"
+    answer = answered(viewed(now))
     code, out, err = run("ping", "--server", impostor(answer, answered({"version": "1"}), answer))
     assert (code, err) == (1, "")
     assert "not ready: the scan of disk is not finished" in out
@@ -537,7 +538,7 @@ def test_stats_account_for_every_token_and_say_why_some_were_missed(run, shared)
     assert (code, err) == (0, "")
     cells = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
     assert ["asked", "30", "100 %", "in 1 lookup"] in cells
-    assert ["hit in cpu", "10", "33 %"] in cells
+    assert ["hit in cpu", "10", "33 %", "-"] in cells
     assert ["missed: never_stored", "20", "67 %", MISS_REASONS["never_stored"]] in cells
     assert any(row[:4] == ["cpu", "160 KiB", "4 MiB", "4 %"] for row in cells)
     assert any(row[0] == "disk" for row in cells)
@@ -547,9 +548,8 @@ def test_stats_account_for_every_token_and_say_why_some_were_missed(run, shared)
 def test_stats_in_json_are_what_the_server_said(run, shared):
     _, out, _ = run("stats", "--server", shared.redis, "--json")
     found = json.loads(out)
-    assert found["tokens"]["asked"] == sum(found["tokens"]["hit"].values()) + sum(
-        found["tokens"]["missed"].values()
-    )
+    counted = found["counted"]
+    assert counted["asked"] == sum(counted["hit"].values()) + sum(counted["missed"].values())
     assert [tier["tier"] for tier in found["tiers"]] == ["cpu", "disk"]
 
 
@@ -562,9 +562,9 @@ def test_a_server_knows_the_price_of_a_gpu_hour(serve, run):
 
 def test_stats_that_watch_go_on_until_they_need_not(run, shared):
     _, out, _ = run("stats", "--server", shared.redis, "--watch", "--times", "3")
-    assert out.count("asked") == 3
+    assert len(re.findall("^asked ", out, re.MULTILINE)) == 3
     _, out, _ = run("stats", "--server", shared.redis, "--watch", "--times", "2", "--json")
-    assert [json.loads(line)["lookups"] for line in out.splitlines()] == [1, 1]
+    assert [json.loads(line)["counted"]["lookups"] for line in out.splitlines()] == [1, 1]
 
 
 @pytest.mark.parametrize("command", [("stats", "--watch"), ("top",)])
@@ -810,6 +810,8 @@ def test_a_server_that_hangs_up_is_named(impostor):
 def test_a_report_that_is_none_is_not_believed(impostor, report):
     with pytest.raises(Unreachable):
         Console(impostor(answered(report))).snapshot()
+    with pytest.raises(Unreachable):
+        Console(impostor(answered(report))).view()
 
 
 @pytest.mark.parametrize("command", ["pins", "sessions"])
@@ -819,10 +821,13 @@ def test_a_list_of_something_else_is_said_in_a_sentence(impostor, capsys, comman
     assert capsys.readouterr().err.endswith(f"sent an invalid list of {command}\n")
 
 
-@pytest.mark.parametrize("rows", [None, 5, "rows", {"a": 1}, [5]])
-def test_a_history_that_is_none_is_not_believed(impostor, rows):
+@pytest.mark.parametrize("said", [None, 5, "rows", {"a": 1}, [5], [{}]])
+@pytest.mark.parametrize("name", ["now", "columns", "parts", "tables"])
+def test_a_view_that_is_none_is_not_believed(impostor, now, name, said):
+    view: Any = viewed(now)
+    (view["parts"][0] if name == "tables" else view)[name] = said
     with pytest.raises(Unreachable, match="does not know"):
-        Console(impostor(answered({"rows": rows}))).history()
+        Console(impostor(answered(view))).view()
 
 
 def test_an_error_of_redis_without_an_end_is_not_read(impostor):
@@ -833,9 +838,8 @@ def test_an_error_of_redis_without_an_end_is_not_read(impostor):
 def test_what_a_server_says_does_not_steer_the_terminal(impostor, now):
     hostile = "\x1b]0;owned\x07\x9b2J\r\n"
     now["clients"][0]["name"] = now["why_not_ready"] = hostile
-    now["ready"] = False
-    remote = Console(impostor(answered(now), answered({"error": hostile}, 400)))
-    said = stats(remote.snapshot(), "here")
+    remote = Console(impostor(answered(viewed(now)), answered({"error": hostile}, 400)))
+    said = stats(remote.view(), "here")
     with pytest.raises(Unreachable) as error:
         remote.get("/version")
     for text in (said, str(error.value)):
@@ -910,6 +914,16 @@ def now(shared: Serve) -> Snapshot:
     return Console(parse_address(shared.redis)).snapshot()
 
 
+def viewed(now: Any, *rows: dict[str, Any], columns: int = 80) -> View:
+    """The view of a report and of these rows of its history."""
+    history = History()
+    for row in rows:
+        history.sample(cast(Counters, {**_nothing(), **row}))
+    counted = now["counted"]
+    latest, lately = history.since(counted, 1.5), history.since(counted, 900.0)
+    return view_of(now, latest, lately, history.columns(counted, 900.0, columns))
+
+
 def test_top_without_a_terminal_is_a_line_a_look(run, shared):
     code, out, _ = run("top", "--server", shared.redis, "--times", "2")
     assert code == 0
@@ -918,20 +932,17 @@ def test_top_without_a_terminal_is_a_line_a_look(run, shared):
 
 
 def test_the_view_says_what_happens_now_and_what_did_lately(now):
-    start = int(now["time"] - now["uptime"])
-    now["uptime"], now["time"] = 1000.0, start + 1000.0
-    now["tokens"] |= {"asked": 3000, "hit": {"cpu": 1500, "disk": 500}, "missed": {"evicted": 1000}}
-    now["tiers"][1]["bytes_up"] = 64 << 20
+    now["counted"] |= {"seconds": 1000.0, "asked": 3000, "hit": {"cpu": 1500, "disk": 500}}
+    now["counted"] |= {"missed": {"evicted": 1000}, "up": {"disk": 64 << 20}}
     now["tiers"][1]["state"] = "loads fail"
-    moved = {"up": {"disk": 0}, "down": {"disk": 0}, "used": {}, "busy": 0.0}
     history = [
-        {"time": start + 10, "asked": 1000, "hit": {"cpu": 0}, "missed": {"evicted": 1000}, **moved},
-        {"time": start + 996, "asked": 2000, "hit": {"cpu": 1000}, "missed": {"evicted": 1000}, **moved},
+        {"seconds": 10, "asked": 1000, "missed": {"evicted": 1000}},
+        {"seconds": 996, "asked": 2000, "hit": {"cpu": 1000}, "missed": {"evicted": 1000}},
     ]
-    lines = frame(now, timeline(now, history), "here", 80, 24)
+    lines = frame(viewed(now, *history), "here", 80, 24)
     assert "hit rate   now 100 %   last 16 min 30 s 100 %   since the start 67 %" in lines[2]
     text = "\n".join(lines)
-    assert re.search(r"^from cpu +125 +1,500 +75 % +█", text, re.MULTILINE)
+    assert re.search(r"^hit in cpu +125 +1,500 +75 % +█", text, re.MULTILINE)
     assert re.search(r"^disk +loads fail .* 8 MiB +16 MiB/s", text, re.MULTILINE)
     assert set(lines[3]) == {"·", "█"}
 
@@ -957,7 +968,7 @@ def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_clien
             until(is_down)
             down = Console(parse_address(server.redis)).snapshot()
             said = re.compile(r"redis is down: loads have failed for \d+ s: Connection refused")
-            assert said.search("\n".join(frame(down, timeline(down, []), "here", 120, 24)[1:3]))
+            assert said.search("\n".join(frame(viewed(down), "here", 120, 24)[1:3]))
             out = run("top", "--server", server.redis, "--times", "1")[1]
             assert said.search(out)
             assert re.search(r"; redis .*, loads fail;", out)
@@ -969,7 +980,7 @@ def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_clien
             assert re.search(r"^working +redis is down +loads have failed", out, re.MULTILINE)
             assert re.search(r"^cpu .* works$\n^redis .* loads fail$", out, re.MULTILINE)
             assert len(re.findall(r"^redis +- +127", out, re.MULTILINE)) == 1, "the one that said PING"
-            assert "agent sessions" not in out, "prompts without a session's name are plain traffic"
+            assert "agent session" not in out, "prompts without a session's name are plain traffic"
     finally:
         redis.kill()
 
@@ -978,12 +989,13 @@ def test_three_tiers_fit_on_80_by_24_with_why_and_which_fails(now):
     disk = now["tiers"][1]
     redis = {"tier": "redis", "used": None, "capacity": None, "chunks": None, "state": "stores fail"}
     now["tiers"] += [{**disk, **redis}]
-    disk |= {"used": 1023 << 30, "capacity": 1023 << 30, "bytes_up": 1023 << 40, "queue": 4096}
+    disk |= {"used": 1023 << 30, "capacity": 1023 << 30, "queue": 4096}
+    now["counted"]["up"] = {"disk": 1023 << 40}
     missed = dict.fromkeys(("never_stored", "evicted", "tier_down", "partial_chunk"), 250)
-    now["tokens"] |= {"asked": 4000, "hit": dict.fromkeys(("cpu", "disk", "redis"), 1000), "missed": missed}
+    now["counted"] |= {"asked": 4000, "hit": dict.fromkeys(("cpu", "disk", "redis"), 1000), "missed": missed}
     now["curve"] = {tier: dict.fromkeys(("0.5", "1", "2", "4", "8"), 0.5) for tier in ("cpu", "disk")}
     now["clients"] *= 9
-    lines = frame(now, timeline(now, []), "127.0.0.1:6380", 80, 24)
+    lines = frame(viewed(now), "127.0.0.1:6380", 80, 24)
     text = "\n".join(lines)
     assert len(lines) == 24
     assert all(re.search(f"^missed: {reason} .* 6 %", text, re.MULTILINE) for reason in missed)
@@ -994,21 +1006,17 @@ def test_three_tiers_fit_on_80_by_24_with_why_and_which_fails(now):
 
 
 def test_a_busy_minute_has_no_gaps_in_its_line(now):
-    """A column of a young server is shorter than the two seconds between rows of its history."""
-    start, now["uptime"] = now["time"] - 60, 60.0
-    now["tokens"] |= {"asked": 6000, "hit": {"cpu": 3000}, "missed": {"evicted": 3000}}
-    moved: dict[str, Any] = {"up": {}, "down": {}, "used": {}, "busy": 0.0}
-    rows = [
-        {"time": start + t, "asked": 100 * t, "hit": {"cpu": 50 * t}, "missed": {"evicted": 50 * t}, **moved}
-        for t in range(2, 60, 2)
-    ]
-    assert set(frame(now, timeline(now, rows), "here", 80, 24)[3]) <= {"▄", "▅"}
-    assert "·" in frame(now, timeline(now, rows)[:1] * 2, "here", 80, 24)[3], "none were asked"
+    """A column is shorter than the two seconds between rows of the history."""
+    now["counted"] |= {"seconds": 900.0, "asked": 90_000, "hit": {"cpu": 45_000}}
+    rows = [{"seconds": t, "asked": 100 * t, "hit": {"cpu": 50 * t}} for t in range(2, 900, 2)]
+    assert set(frame(viewed(now, *rows, columns=450), "here", 450, 24)[3]) <= {"▄", "▅"}
+    now["counted"] |= {"asked": 0, "hit": {}}
+    assert set(frame(viewed(now), "here", 80, 24)[3]) == {"·"}, "none were asked"
 
 
 def test_the_view_answers_six_questions_in_their_order(now):
     now["curve"] = {"cpu": {"0.5": 0.25, "1": 0.5, "2": 0.75, "4": 0.75, "8": None}}
-    text = "\n".join(frame(now, timeline(now, []), "here", 100, 40))
+    text = "\n".join(frame(viewed(now), "here", 100, 40))
     order = [
         r"^lmtier .* ready",
         r"^works\?   yes: cpu and disk work; 1 engine connection$",
@@ -1028,7 +1036,7 @@ def test_the_view_answers_six_questions_in_their_order(now):
 def test_stats_say_what_more_memory_would_do(run, shared):
     out = run("stats", "--server", shared.redis)[1]
     assert re.search(r"^hit rate if the tier were +of +× 0.5 +× 1 +× 2 +× 4 +× 8$", out, re.MULTILINE)
-    assert "the server's thread was busy" in out
+    assert re.search(r"^the thread +\d+ %$", out, re.MULTILINE)
 
 
 def test_explain_says_why_in_lines_or_in_json(run, shared):
@@ -1053,96 +1061,57 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
     word = st.text("abcdefgh_-", min_size=1, max_size=130)
     tier = st.fixed_dictionaries(
         {"tier": word, "url": word, "chunks": st.none() | whole, "used": st.none() | whole}
+        | {"capacity": st.none() | st.integers(1, 1 << 60), "pinned": st.none() | whole, "write": word}
+        | {"queue": whole, "queue_full": st.floats(0, 1), "state": word}
+        | {"slowest": st.none() | st.floats(0, 10), "outages": st.just([])}
         | {
-            "capacity": st.none() | st.integers(1, 1 << 60),
-            "pinned": st.none() | whole,
-            "warm": st.booleans(),
-            "write": word,
-            "queue": whole,
-            "queue_full": st.floats(0, 1),
-        }
-        | {
-            "state": word,
-            "evictions": whole,
-            "bytes_up": whole,
-            "bytes_down": whole,
             "shares": st.dictionaries(
-                word, st.fixed_dictionaries({"used": whole, "share": whole, "evictions": whole}), max_size=3
+                word, st.fixed_dictionaries({"used": whole, "share": whole, "evicted": whole}), max_size=3
             ),
         }
-        | {"seconds_up": st.floats(0, 1e9), "seconds_down": st.floats(0, 1e9), "failures": whole}
-        | {"slowest": st.none() | st.floats(0, 10), "faults": whole, "moves": whole, "outages": st.just([])}
     )
     client = st.fixed_dictionaries(
         {"id": whole, "name": word, "kind": word, "address": word, "age": st.floats(0, 1e9)}
         | {"received": whole, "sent": whole}
     )
-    counts = st.dictionaries(word, whole, max_size=20)
-    tokens = st.fixed_dictionaries(
-        {
-            "asked": whole,
-            "hit": counts,
-            "missed": counts,
-            "stored": counts,
-            "skipped": whole,
-            "dropped": counts,
-        }
-    )
-    verdict = st.fixed_dictionaries({"name": word, "state": word, "word": word, "text": word})
+    counts, amount = st.dictionaries(word, whole, max_size=20), st.floats(0, 1e9)
+    kinds = {name: str(kind) for name, kind in Counters.__annotations__.items()}
+    counters: dict[str, Any] = {name: counts if "dict" in kind else whole for name, kind in kinds.items()}
+    counters |= dict.fromkeys(("seconds", "saved_seconds", "busy", "lookup_seconds"), amount)
+    counters |= {"loads": st.dictionaries(word, st.lists(whole, min_size=1, max_size=12), max_size=3)}
+    verdicts = [
+        st.fixed_dictionaries({"name": st.just(name), "state": word, "word": word, "text": word})
+        for name in ("working", "saves", "misses", "bottleneck", "memory")
+    ]
     ratios = st.dictionaries(st.sampled_from(["0.5", "1", "2", "4", "8"]), st.none() | st.floats(0, 1))
-    amount = st.floats(0, 1e9)
     worth = {"gpu_hours": amount, "money": amount}
     more = st.dictionaries(word, st.fixed_dictionaries(worth), max_size=3)
     return st.fixed_dictionaries(
-        {
-            "name": word,
-            "version": word,
-            "time": st.floats(1e9, 2e9),
-            "uptime": st.floats(0, 1e8),
-            "ready": st.booleans(),
-        }
-        | {
-            "why_not_ready": word,
-            "chunk_tokens": whole,
-            "lookups": whole,
-            "recent_hit_ratio": st.floats(0, 1),
-        }
-        | {"tokens": tokens, "leased_bytes": whole, "tiers": st.lists(tier, min_size=1, max_size=6)}
-        | {"curve": st.dictionaries(word, ratios, max_size=6), "busy": st.floats(0, 1e8)}
-        | {"lookup_seconds": st.floats(0, 1e8), "saved_seconds": st.floats(0, 1e8), "values": counts}
-        | {
-            "verdicts": st.lists(verdict, min_size=1, max_size=5),
-            "models": st.just([]),
-            "tenants": st.just([]),
-        }
-        | {"loads": st.dictionaries(word, st.lists(whole, min_size=1, max_size=12), max_size=3)}
-        | {"clients": st.lists(client, max_size=40), "verify_failures": whole, "corrupt": whole}
-        | {"curve_lookups": whole, "price": word, "load_deadline": st.floats(0, 10), "most_clients": whole}
+        {"name": word, "version": word, "time": st.floats(1e9, 2e9), "why_not_ready": word}
+        | {"counted": st.fixed_dictionaries(counters), "tiers": st.lists(tier, min_size=1, max_size=6)}
+        | {"verdicts": st.tuples(*verdicts), "models": st.just([]), "tenants": st.just([])}
         | {"sessions": st.fixed_dictionaries({"active": whole, "waiting": whole, "top": st.just([])})}
-        | {"savings": st.fixed_dictionaries({"gpu_hour": amount} | worth | {"next_gib": more})}
+        | {"clients": st.lists(client, max_size=40), "values": whole}
+        | {"curve": st.dictionaries(word, ratios, max_size=6), "curve_lookups": whole}
+        | {"savings": st.fixed_dictionaries({"price": word, "gpu_hour": amount} | worth | {"next_gib": more})}
+        | {"leased_bytes": whole, "chunk_tokens": whole, "most_clients": whole}
+        | {"load_deadline": st.floats(0.1, 10)}
     )
 
 
 @given(snapshots(), st.integers(1, 200), st.integers(1, 70))
 def test_the_view_fits_whatever_it_shows_on_whatever_terminal(now, columns, rows):
-    lines = frame(now, timeline(now, []), "here", columns, rows)
+    view = viewed(now, columns=columns)
+    lines = frame(view, "here", columns, rows)
     assert len(lines) <= rows
     assert all(len(line) <= columns for line in lines)
-    assert stats(now, "here")
+    assert stats(view, "here")
 
 
 def test_tiers_and_clients_are_on_a_small_terminal_however_many_reasons_there_are(now):
-    now["tokens"]["missed"] = dict.fromkeys(MISS_REASONS, 1)
-    text = "\n".join(frame(now, timeline(now, []), "here", 80, 24))
+    now["counted"]["missed"] = dict.fromkeys(MISS_REASONS, 1)
+    text = "\n".join(frame(viewed(now), "here", 80, 24))
     assert re.search(r"^cpu .*^disk .*^engine +the-engine", text, re.MULTILINE | re.DOTALL)
-
-
-def test_the_past_is_drawn_where_it_was():
-    line = [Totals(0, 0, {}, {}, {}, {}, 0), Totals(450, 10, {"cpu": 0}, {}, {}, {}, 0)]
-    line += [Totals(451, 10, {"cpu": 0}, {}, {}, {}, 0), Totals(900, 20, {"cpu": 10}, {}, {}, {}, 0)]
-    now: Any = {"uptime": 900.0, "version": "1", "ready": True, "tiers": [], "clients": [], "curve": {}}
-    now["verdicts"] = [{"name": "working", "state": "good", "word": "yes", "text": "cpu works"}]
-    assert frame(now, line, "here", 80, 24)[3] == "·" * 39 + "▁" + "·" * 39 + "█"
 
 
 ON_ITS_TERMINAL = """
@@ -1239,7 +1208,7 @@ def test_top_fills_a_terminal_follows_its_size_and_gives_it_back_on_q(shared, te
     assert lines[0].endswith(f" at {shared.redis}  q quits")
     text = "\n".join(lines)
     assert re.search(
-        r"^from cpu .*^missed: never_stored .*^cpu .*^disk .*^engine ", text, re.MULTILINE | re.DOTALL
+        r"^hit in cpu .*^missed: never_stored .*^cpu .*^disk .*^engine ", text, re.MULTILINE | re.DOTALL
     )
     view.resize(132, 43)
     view.shows("hit rate", columns=132)

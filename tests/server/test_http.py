@@ -41,8 +41,8 @@ def talk(data, token=None, pages=PAGES, api=None):
     conversation = Http(pages, api, tokens(token)).conversation(web())
     conversation.feed(data)
     replies = []
-    while (reply := conversation.next()) is not None:
-        replies.append(reply)
+    while (reply := conversation.next()) is not None or conversation.is_answering:
+        replies += [reply] if reply is not None else []
     return replies
 
 
@@ -331,8 +331,11 @@ def test_the_routes(server):
     assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert b"\nlmtier_asked_tokens_total 0.0\n" in body
     assert json.loads(one(get("/version"), pages=pages)[2])["version"]
-    assert json.loads(one(get("/api/stats"), api=api)[2])["tokens"]["asked"] == 0
-    assert len(json.loads(one(get("/api/history"), api=api)[2])["rows"]) == 1
+    assert json.loads(one(get("/api/stats"), api=api)[2])["counted"]["asked"] == 0
+    view = json.loads(one(get("/api/view?minutes=1&columns=30"), api=api)[2])
+    assert (len(view["columns"]), view["lately"]["asked"]) == (30, 0)
+    for minutes in ("0", "1e-300", "16", "true"):
+        assert one(get(f"/api/view?minutes={minutes}"), api=api)[0] == 400
 
 
 def test_readiness_is_a_status_and_a_reason(server):

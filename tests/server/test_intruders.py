@@ -176,7 +176,7 @@ def test_the_secret_of_an_engine_is_shown_to_nobody(server, third):
         asked += [f"LMTIER.CALL /api/{each}" for each in ("stats", "explain", "sessions", "models", "pins")]
         asked += ["LMTIER.HELLO 1 NAME curious"]
         said += [repr(wire.ask(*words.split())) for words in asked]
-        for page in ("metrics", "api/stats", "api/explain", "api/history"):
+        for page in ("metrics", "api/stats", "api/explain", "api/view"):
             with urllib.request.urlopen(f"http://{server.where['http']}/{page}", timeout=20) as answer:
                 said.append(answer.read().decode())
     said.append(server.log.read_text())

@@ -101,7 +101,7 @@ def test_what_runs_out_while_the_server_is_down_is_not_served_after(server, clie
     with Client(server.where["unix"]) as again:
         assert look(again, keys(TOKENS, "kept")) == ["disk"] * 12
         assert look(again, keys(TOKENS)) == []
-        assert server.report()["tokens"]["missed"] == {"expired": 12}
+        assert server.report()["counted"]["missed"] == {"expired": 12}
         again.check()
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_is_brought_up_and_pinned_by_its_tokens(server, client, run, tm
             ["pinned", "as", "p:", "5", "in", "cpu,", "5", "in", "disk"],
         ]
         report = server.report()
-        assert (report["lookups"], report["tokens"]["asked"]) == (1, 12)
+        assert (report["counted"]["lookups"], report["counted"]["asked"]) == (1, 12)
         assert [tier["pinned"] for tier in report["tiers"]] == [5 * ROOM, 5 * (ROOM + 4096)]
 
 

@@ -38,7 +38,7 @@ COMMANDS = [
     ),
     *("LMTIER.CALL /api/stats", "LMTIER.CALL /api/clear", "LMTIER.CALL /api/changes", "NOTHING"),
 ]
-PAGES = dict.fromkeys(("/", "/api/stats", "/api/history", "/api/explain", "/version", "/nothing"), 403)
+PAGES = dict.fromkeys(("/", "/api/stats", "/api/view", "/api/explain", "/version", "/nothing"), 403)
 OPEN = dict.fromkeys(("/metrics", "/healthz", "/health", "/readyz"), 200)
 
 

@@ -19,6 +19,7 @@ from lmtier.server.explain import Explain
 from lmtier.server.http import Http, routes
 from lmtier.server.models import Models
 from lmtier.server.report import Report
+from lmtier.server.verdicts import percent
 from lmtier.testing import Gate, MemoryTier, SlowTier, opaque_layout
 from tests.browser import Browser
 
@@ -143,6 +144,7 @@ def serve(browser):
 def visit(browser, server, **screen):
     """Open the page with all its details."""
     browser.open(server.url, **screen)
+    browser.until("view !== null && document.querySelector('.verdict')")
     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
 
 
@@ -153,8 +155,10 @@ def verdict(browser, name):
     return state, text(browser, f"{row} .word"), text(browser, f"{row} .why")
 
 
-def number(browser, selector):
-    return float(browser.until(f"document.querySelector({selector!r})?.value"))
+def number(browser, table, row, column):
+    """A number in a table."""
+    cell = f"table[data-table='{table}'] tr[data-row='{row}'] data[data-column='{column}']"
+    return float(browser.until(f'document.querySelector("{cell}")?.value'))
 
 
 def text(browser, selector):
@@ -169,21 +173,28 @@ def test_the_numbers_on_the_page_are_those_of_the_server(browser, serve, tmp_pat
         {"name": "engine-0", "kind": "engine", "address": "/run/x", "age": 61.0, "sent": 3 << 30}
     ]
     visit(browser, server, **SCREENS[screen])
-    stats, tokens = server.snapshot(), server.snapshot()["tokens"]
-    assert number(browser, "data.saved") == sum(tokens["hit"].values()) > 0
-    assert number(browser, "data.hit-share") == sum(tokens["hit"].values()) / tokens["asked"]
-    assert number(browser, "data.asked") == tokens["asked"]
-    for source, count in {**tokens["hit"], **tokens["missed"]}.items():
-        assert number(browser, f"[data-source={source}] data.tokens") == count
+    stats, counted = server.snapshot(), server.snapshot()["counted"]
+    hits, asked = sum(counted["hit"].values()), counted["asked"]
+    assert hits > 0
+    assert text(browser, "#headline").startswith(f"{percent(hits / asked)} of the tokens")
+    assert f": {hits} tokens that no engine had to compute again." in text(browser, "#headline")
+    shown = {"asked": asked, **{f"hit in {tier}": n for tier, n in counted["hit"].items()}}
+    shown |= {f"missed: {reason}": n for reason, n in counted["missed"].items()}
+    for source, tokens in shown.items():
+        assert number(browser, "tokens", source, "lately") == tokens
+        assert number(browser, "tokens", source, "since the start") == tokens
+        assert number(browser, "tokens", source, "share") == tokens / asked
     for tier in stats["tiers"]:
-        for shown, name in {
-            **{"used": "used", "chunks": "chunks", "queue": "queue", "evictions": "evictions"},
-            **{"bytes-up": "bytes_up", "bytes-down": "bytes_down"},
-        }.items():
-            assert number(browser, f"#tiers tr[data-tier={tier['tier']}] data.{shown}") == tier[name]
-    assert "engine-0" in text(browser, "#clients")
-    assert "1 min" in text(browser, "#clients")
-    assert "3 GiB" in text(browser, "#clients")
+        name = tier["tier"]
+        for column in ("used", "chunks", "queue"):
+            assert number(browser, "tiers", name, column) == tier[column]
+        for column, way in (("evicted", "evicted"), ("loaded", "up"), ("stored", "down")):
+            if counted[way].get(name):
+                assert number(browser, "tiers", name, column) == counted[way][name]
+    clients = text(browser, "table[data-table=clients]")
+    assert "engine-0" in clients
+    assert "1 min" in clients
+    assert "3 GiB" in clients
     assert text(browser, "#state") == "live"
     assert browser.evaluate("document.querySelectorAll('#rate rect').length") >= 2
     assert "most recently" in browser.evaluate("document.querySelector('#rate').getAttribute('aria-label')")
@@ -198,7 +209,7 @@ def test_nothing_is_wider_than_the_screen(browser, serve, screen):
         {"name": "x" * 200, "kind": "engine", "address": "y" * 200, "age": 1e6, "sent": 1 << 50}
     ]
     visit(browser, server, **SCREENS[screen])
-    browser.until("document.querySelector('#clients tr')")
+    browser.until("document.querySelector('[data-table=clients] tr')")
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -208,7 +219,7 @@ def test_every_word_can_be_read(browser, serve, screen):
     server = serve("null://")
     server.use(keys(3), keys(3))
     visit(browser, server, **SCREENS[screen])
-    browser.until("document.querySelector('data.saved')")
+    browser.until("document.querySelector('[data-table=tokens]')")
     low = browser.evaluate(
         """(() => {
             const light = colour => {
@@ -236,7 +247,8 @@ def test_the_page_shows_the_five_verdicts_of_the_server_in_their_order(browser, 
     server = serve("null://")
     server.use(keys(3), [*keys(2), *keys(2, "b")], keys(20, "c"), keys(3))
     visit(browser, server, **SCREENS[screen])
-    browser.until("document.querySelector('#misses tr')")
+    misses = "[data-table='the last prompts that missed'] tbody tr"
+    browser.until(f'document.querySelector("{misses}")')
     names = browser.evaluate("[...document.querySelectorAll('.question')].map(each => each.innerText)")
     assert names == ["Working", "Saves", "Misses", "Bottleneck", "Memory"]
     for name, shown in zip(names, server.snapshot()["verdicts"], strict=True):
@@ -246,11 +258,16 @@ def test_the_page_shows_the_five_verdicts_of_the_server_in_their_order(browser, 
         assert name == "Bottleneck" or why == shown["text"]
     latest = server.explain.recent()[0]
     assert latest["why"].startswith("was evicted from cpu")
-    assert text(browser, "#misses tr .meaning").startswith("was evicted from cpu")
-    assert number(browser, "#misses tr data.asked-tokens") == latest["asked"] == 4
+    assert "was evicted from cpu" in text(browser, misses)
+    assert (
+        float(browser.evaluate(f'document.querySelector("{misses} [data-column=asked]").value'))
+        == latest["asked"]
+        == 4
+    )
     for factor, ratio in server.snapshot()["curve"]["cpu"].items():
-        assert number(browser, f"#curve tr[data-tier=cpu] data.x{factor.replace('.', '-')}") == ratio
-    assert "busy" in text(browser, "#busy")
+        assert number(browser, "curve", "cpu", f"× {factor}") == ratio
+    assert "%" in text(browser, "[data-table=limits] tr[data-row='the thread']")
+    assert "A lookup takes the server's thread" in text(browser, "[data-verdict=bottleneck]")
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert browser.complaints == []
 
@@ -260,7 +277,7 @@ def test_the_page_follows_the_server(browser, serve):
     visit(browser, server)
     browser.until("document.querySelector('#headline').innerText.startsWith('No prompt was looked up')")
     server.use(keys(3), keys(3))
-    browser.until("document.querySelector('data.saved')?.value === '3'")
+    browser.until("document.querySelector('#headline').innerText.includes(': 3 tokens')")
     assert browser.complaints == []
 
 
@@ -268,19 +285,20 @@ def test_a_page_opened_later_has_the_past(browser, serve):
     server = serve()
     server.use(keys(3), keys(3))
     visit(browser, server)
-    assert number(browser, "data.saved") == 3
+    assert number(browser, "tokens", "hit in cpu", "lately") == 3
     browser.evaluate("document.querySelector('input[value=\"1\"]').click()")
-    assert "of the last minute" in text(browser, "#headline")
-    assert number(browser, "data.saved") == 3
+    browser.until("view.columns.length === 30")
+    assert "of the tokens that were asked in the last" in text(browser, "#headline")
+    assert number(browser, "tokens", "hit in cpu", "lately") == 3
 
 
 def test_a_clients_name_is_text_and_nothing_else(browser, serve):
     server = serve()
     server.clients = [{"name": EVIL, "kind": EVIL, "address": EVIL, "age": 1}]
     visit(browser, server)
-    browser.until("document.querySelector('#clients tr')")
-    assert text(browser, "#clients b") == EVIL
-    assert browser.evaluate("document.querySelectorAll('img, #clients script').length") == 0
+    browser.until("document.querySelector('[data-table=clients] tr')")
+    assert text(browser, "[data-table=clients] [data-column=name]") == EVIL
+    assert browser.evaluate("document.querySelectorAll('img, table script').length") == 0
     assert browser.evaluate("document.title") == "lmtier"
     assert browser.complaints == []
 
@@ -292,11 +310,11 @@ def test_the_sessions_that_saved_most_are_on_the_page_by_their_names(browser, se
         for name in ("agent-7", EVIL, EVIL):
             server.cache.release(server.cache.match(keys(3), FORM, session=name))
     visit(browser, server)
-    browser.until("document.querySelectorAll('#sessions tr').length >= 2")
-    names = browser.evaluate("[...document.querySelectorAll('#sessions b')].map(each => each.innerText)")
-    assert names[:2] == [EVIL, "agent-7"]
-    assert "2 sessions active, 0 waiting" in text(browser, "#sessions-now")
-    assert browser.evaluate("document.querySelectorAll('img, #sessions script').length") == 0
+    rows = "[...document.querySelectorAll('[data-table=\"agent sessions\"] tbody tr')]"
+    browser.until(f"{rows}.length >= 2")
+    assert browser.evaluate(f"{rows}.map(each => each.dataset.row)")[:2] == [EVIL, "agent-7"]
+    assert "2 agent sessions active, 0 wait for a person" in text(browser, "[data-verdict=saves]")
+    assert browser.evaluate("document.querySelectorAll('img, table script').length") == 0
     assert browser.complaints == []
 
 
@@ -307,7 +325,7 @@ def test_a_server_that_is_not_ready_says_why(browser, serve):
     browser.until("document.querySelector('#state').innerText === 'not ready'")
     assert verdict(browser, "working") == ("warn", "not ready", "the scan of disk is not finished")
     assert text(browser, "#state") == "not ready"
-    assert "warming up" in text(browser, "#tiers tr[data-tier=disk]")
+    assert "warming up" in text(browser, "[data-table=tiers] tr[data-row=disk]")
     gate.open()
     with server.turn:
         server.cache.flush()
@@ -319,18 +337,18 @@ def test_a_server_that_goes_away_was_last_seen_and_may_come_back(browser, serve)
     server = serve()
     server.use(keys(3), keys(3))
     visit(browser, server)
-    browser.until("document.querySelector('data.saved')")
     server.close()
     browser.until("document.querySelector('#state').innerText === 'unreachable'")
     state, word, why = verdict(browser, "working")
     assert (state, word) == ("bad", "no answer")
     wanted = r"The server does not answer; last seen [\d.]+ s ago; the rest is as it was then"
     assert re.fullmatch(wanted, why)
-    assert number(browser, "data.saved") == 3, "what was known stays"
+    assert number(browser, "tokens", "hit in cpu", "lately") == 3, "what was known stays"
     again = serve(port=server.port)
     again.use(keys(4), keys(4), keys(4))
     browser.until("document.querySelector('#state').innerText === 'live'")
-    assert number(browser, "data.saved") == 8, "the counters of the old one are forgotten"
+    hits = number(browser, "tokens", "hit in cpu", "lately")
+    assert hits == 8, "the counters of the old one are forgotten"
 
 
 def test_a_hidden_page_asks_nothing(browser, serve):
@@ -360,8 +378,8 @@ def test_a_hidden_page_asks_nothing(browser, serve):
 def test_the_page_needs_nothing_from_elsewhere(browser, serve):
     server = serve()
     visit(browser, server)
-    browser.until("document.querySelector('#tiers tr')")
+    browser.until("document.querySelector('[data-table=tiers] tr')")
     loaded = browser.evaluate("performance.getEntriesByType('resource').map(each => each.name)")
     assert loaded
     assert all(name.startswith((server.url, "data:")) for name in loaded)
-    assert {"/", "/api/stats", "/api/history", "/api/explain"} == set(server.asked)
+    assert {"/", "/api/view?minutes=5&columns=60"} == set(server.asked)

@@ -74,15 +74,16 @@ def test_a_busy_server_answers_all_five_questions(tmp_path: Path, monkeypatch: p
         with Client(server.path, name="vllm scheduler") as client, Browser(tmp_path / "browser") as browser:
             work(client, SECONDS, random.Random(5))
             browser.open(f"http://{server.where['http']}/", width=1440, height=900)
-            browser.until("document.querySelector('#misses tr')")
+            misses = "document.querySelector('[data-table=\"the last prompts that missed\"]')"
+            browser.until(misses)
             browser.evaluate("document.querySelector('input[value=\"1\"]').click()")
             browser.until("document.querySelectorAll('#rate rect').length > 20")
-            words = browser.evaluate("document.querySelector('#misses').textContent")
+            words = browser.evaluate(f"{misses}.textContent")
             assert "the same tokens are: salt differs" in words
             assert "differs from token 1,500 on" in words
             curve = browser.evaluate(
-                "[...document.querySelectorAll('#curve tr[data-tier=cpu] data')].map(d => +d.value)"
-            )
+                "[...document.querySelectorAll('[data-table=curve] [data-row=cpu] data')].map(d => +d.value)"
+            )[2:]
             assert curve == sorted(curve)
             assert 0 < curve[0] < curve[-1] <= 1
             assert browser.complaints == []

@@ -95,7 +95,7 @@ class State:
                 if dark and suffix:
                     continue
                 self.browser.open(f"http://{self.server.where['http']}/", dark=dark, **size)
-                self.browser.until("stats !== null && document.querySelector('.why').innerText")
+                self.browser.until("view !== null && document.querySelector('.why').innerText")
                 self.browser.until(until)
                 assert self.browser.evaluate(BOTTOM) <= size["height"], "the five answers fit on one screen"
                 assert self.browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -177,20 +177,24 @@ def test_one_prompt_is_too_early_for_verdicts_and_fifty_new_ones_say_nothing_of_
     state.serve(cpu="64MiB")
     client = state.client()
     ask(client, list(range(2 * C + 30)), model("qwen3-8b"))
-    verdicts = state.look("too-early", "stats.lookups === 1")
+    verdicts = state.look(
+        "too-early", "document.querySelector('[data-row=asked]').innerText.includes('in 1 lookup')"
+    )
     needed = "1 of the 50 lookups that a verdict needs"
     assert verdicts["saves"] == ["idle", "too early", f"0 of 542 tokens were not computed again, in {needed}"]
     assert verdicts["misses"] == ["idle", "too early", f"0 % could have been hits, in {needed}"]
     assert verdicts["memory"] == ["idle", "too early", needed]
     for number in range(1, 50):
         ask(client, [number] * (C + 30), model("qwen3-8b"))
-    verdicts = state.look("nothing-came-back", "stats.lookups === 50")
+    verdicts = state.look(
+        "nothing-came-back", "document.querySelector('[data-row=asked]').innerText.includes('in 50 lookups')"
+    )
     assert verdicts["saves"][:2] == ["warn", "0 %"]
     text = "no prompt came back, so memory of any size would hit nothing"
     assert verdicts["memory"] == ["idle", "no use yet", text]
     state.browser.evaluate("document.querySelector('[data-verdict=saves]').open = true")
-    sessions = state.browser.evaluate("document.querySelector('#sessions-part').hidden")
-    assert sessions, "prompts without a session's name are no agent sessions"
+    sessions = state.browser.evaluate("document.querySelector('[data-table=\"agent sessions\"]')")
+    assert sessions is None, "prompts without a session's name are no agent sessions"
 
 
 def test_a_directory_that_is_gone_is_named_and_its_outage_has_one_beginning(state: State) -> None:
@@ -236,13 +240,13 @@ def test_a_few_tokens_that_were_not_stored_are_no_trouble(state: State) -> None:
 
     talk(client, 60)
     give_up(1)
-    assert settle(state, lambda report: report["tokens"]["dropped"])["tokens"]["dropped"] == {
+    assert settle(state, lambda report: report["counted"]["dropped"])["counted"]["dropped"] == {
         "cpu aborted": C
     }
     verdicts = state.look("few-losses")
     assert verdicts["working"] == ["good", "yes", "cpu works; 1 engine connection"]
     give_up(99)
-    settle(state, lambda report: report["tokens"]["dropped"] == {"cpu aborted": 100 * C})
+    settle(state, lambda report: report["counted"]["dropped"] == {"cpu aborted": 100 * C})
     verdicts = state.look("losses")
     assert verdicts["working"][:2] == ["warn", "with losses"]
     assert re.match(
@@ -271,7 +275,7 @@ def test_memory_that_is_too_small_over_a_disk(state: State) -> None:
     client.costs(Cost(0.01, 1e-3, 1e-9, 1e-8))
     talk(client, 400, prompts=150)
     verdicts = state.look("one-tier", "document.querySelectorAll('#rate rect').length > 1")
-    tokens = state.server.report()["tokens"]
+    tokens = state.server.report()["counted"]
     lost = sum(tokens["dropped"].values())
     stored = lost + tokens["stored"]["disk"]
     if lost > LOST * stored:  # memory is so small that chunks may leave it before the disk has them
@@ -312,7 +316,7 @@ def test_a_tier_that_dies_is_said_and_forgotten_when_it_is_back(state: State) ->
     redis.kill()
 
     def is_down(report: dict[str, Any]) -> bool:
-        talk(client, 5, dice=report["lookups"])
+        talk(client, 5, dice=report["counted"]["lookups"])
         working = report["verdicts"][0]
         return working["state"] == "bad" and "Connection refused" in str(working["text"])
 
@@ -324,7 +328,7 @@ def test_a_tier_that_dies_is_said_and_forgotten_when_it_is_back(state: State) ->
     redis.start()
 
     def is_back(report: dict[str, Any]) -> bool:
-        talk(client, 5, dice=report["lookups"])
+        talk(client, 5, dice=report["counted"]["lookups"])
         return not any(each["until"] is None for tier in report["tiers"] for each in tier["outages"])
 
     settle(state, is_back)
@@ -332,9 +336,10 @@ def test_a_tier_that_dies_is_said_and_forgotten_when_it_is_back(state: State) ->
     assert verdicts["working"][:2] == ["good", "yes, again"], verdicts["working"]
     assert verdicts["working"][2].startswith("redis has worked for")
     state.browser.evaluate("document.querySelector('[data-verdict=working]').open = true")
-    outages = state.browser.evaluate("document.querySelector('#trouble').innerText")
-    assert "of redis failed from" in outages
-    assert "fail since" not in outages
+    rows = "[...document.querySelectorAll('[data-table=outages] tbody tr')]"
+    outages = state.browser.evaluate(f"{rows}.map(row => [...row.cells].map(cell => cell.innerText))")
+    assert all(tier == "redis" and until != "–" for tier, _, _, until, _ in outages)
+    assert outages
     state.picture("recovered-tier-details")
 
 
@@ -342,7 +347,7 @@ def test_a_server_that_stands_still(state: State) -> None:
     state.serve(cpu="64MiB")
     talk(state.client(), 100)
     state.browser.open(f"http://{state.server.where['http']}/", **DESK)
-    state.browser.until("stats !== null && document.querySelector('.why').innerText")
+    state.browser.until("view !== null && document.querySelector('.why').innerText")
     stop(state.server.process.pid)
     try:
         state.browser.until("document.querySelector('#state').innerText === 'unreachable'")
@@ -394,10 +399,10 @@ def test_twenty_models(state: State) -> None:
     assert verdicts["working"][0] == "good"
     state.browser.evaluate("document.querySelector('[data-verdict=saves]').open = true")
     names = state.browser.evaluate(
-        "[...document.querySelectorAll('#models tr')].map(row => row.dataset.name)"
+        "[...document.querySelectorAll('[data-table=models] tbody tr')].map(row => row.dataset.row)"
     )
     assert sorted(names) == [f"org/model-{number:02}" for number in range(20)]
     report = state.server.report()
-    assert sum(each["asked"] for each in report["models"]) == report["tokens"]["asked"]
-    assert sum(each["hit"] for each in report["models"]) == sum(report["tokens"]["hit"].values())
+    assert sum(each["asked"] for each in report["models"]) == report["counted"]["asked"]
+    assert sum(each["hit"] for each in report["models"]) == sum(report["counted"]["hit"].values())
     state.picture("twenty-models-details")

@@ -3,15 +3,15 @@
 import hashlib
 import json
 import math
+from typing import Any
 
 import pytest
 
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.format.layout import form_of, padded
-from lmtier.observe.metrics import MISS_REASONS
 from lmtier.rules.worth import Cost
-from lmtier.server.report import History, Report
+from lmtier.server.report import History, Report, _nothing
 from lmtier.testing import FlakyTier, Gate, MemoryTier, SlowTier, opaque_layout
 from lmtier.tiers.base import Op
 
@@ -66,12 +66,12 @@ def test_tokens_asked_are_hits_and_misses(make, tmp_path):
     look(cache, keys(3))
     look(cache, keys(4, "others"), tokens=6)
     look(cache, keys(2, "never"))
-    tokens = report_of(cache).snapshot()["tokens"]
-    assert tokens["asked"] == 3 + 6 + 2 == sum(tokens["hit"].values()) + sum(tokens["missed"].values())
-    assert tokens["hit"]["disk"] >= 3
-    assert tokens["missed"] == {"partial_chunk": 2, "never_stored": 2}
-    assert tokens["stored"]["cpu"] == 7
-    assert report_of(cache).snapshot()["lookups"] == 3
+    counted = report_of(cache).snapshot()["counted"]
+    assert counted["asked"] == 3 + 6 + 2 == sum(counted["hit"].values()) + sum(counted["missed"].values())
+    assert counted["hit"]["disk"] >= 3
+    assert counted["missed"] == {"partial_chunk": 2, "never_stored": 2}
+    assert counted["stored"]["cpu"] == 7
+    assert counted["lookups"] == 3
 
 
 def test_a_tier_tells_what_it_holds_and_moved(make, tmp_path):
@@ -82,19 +82,19 @@ def test_a_tier_tells_what_it_holds_and_moved(make, tmp_path):
     cache.flush()
     look(cache, keys(3))
     cache.flush()
-    cpu, disk = report_of(cache).snapshot()["tiers"]
+    snapshot = report_of(cache).snapshot()
+    (cpu, disk), counted = snapshot["tiers"], snapshot["counted"]
     assert (cpu["tier"], cpu["capacity"], cpu["write"]) == ("cpu", cache.index.capacity, None)
     assert (cpu["chunks"], cpu["used"]) == (len(cache.index), cache.index.used)
     below = cache.lower.owned[0].index
     assert (disk["chunks"], disk["used"], disk["capacity"]) == (7, below.used, below.capacity)
-    assert disk["bytes_down"] == 7 * FORM.stored_bytes
-    assert disk["bytes_up"] == 3 * FORM.stored_bytes
-    assert disk["seconds_up"] > 0
-    assert disk["seconds_down"] > 0
-    assert cpu["evictions"] == cache.metrics.value(
+    assert counted["down"]["disk"] == 7 * FORM.stored_bytes
+    assert counted["up"]["disk"] == 3 * FORM.stored_bytes
+    assert counted["moves"]["disk"] == 7 + 3
+    assert counted["evicted"]["cpu"] == cache.metrics.value(
         "lmtier_evictions_total", tier="cpu", cause="capacity"
     ) + cache.metrics.value("lmtier_evictions_total", tier="cpu", cause="capacity_unwritten")
-    assert cpu["evictions"] > 0
+    assert counted["evicted"]["cpu"] > 0
 
 
 def test_sums_agree_with_the_exposition(make, tmp_path):
@@ -142,11 +142,11 @@ def test_a_tier_that_fails_is_seen_to_be_left_alone(make):
         cache.step()
         cache.flush(timeout=0.2)
     snapshot = report_of(cache).snapshot()
-    tier = snapshot["tiers"][1]
+    counted = snapshot["counted"]
     assert [each["state"] for each in snapshot["tiers"]] == ["works", "stores fail"]
-    assert tier["failures"] >= 5
-    assert sum(snapshot["tokens"]["dropped"].values()) >= 5
-    assert {name.split()[0] for name in snapshot["tokens"]["dropped"]} == {"null"}
+    assert counted["failed"]["null"] >= 5
+    assert sum(counted["dropped"].values()) >= 5
+    assert {name.split()[0] for name in counted["dropped"]} == {"null"}
 
 
 def test_before_the_first_hit_and_the_first_write_both_are_0(make, tmp_path):
@@ -182,12 +182,11 @@ def test_a_server_is_not_ready_until_its_tiers_know_what_they_hold(make):
     cache = make(url, opened={url: SlowTier(MemoryTier(), gate)}, wait_until_warm=False)
     report = report_of(cache)
     snapshot = report.snapshot()
-    assert not snapshot["ready"]
-    assert not snapshot["tiers"][1]["warm"]
+    assert snapshot["tiers"][1]["state"] == "warming up"
     assert snapshot["why_not_ready"] == "the scan of disk is not finished"
     gate.open()
     cache.flush()
-    assert (report.snapshot()["ready"], report.why_not_ready()) == (True, "")
+    assert report.snapshot()["why_not_ready"] == report.why_not_ready() == ""
     report.stopping = True
     assert report.why_not_ready() == "the server is shutting down"
 
@@ -207,7 +206,7 @@ def test_a_snapshot_is_json_and_knows_its_time(make):
     client = {"name": "one", "kind": "engine", "address": "/run/x", "age": 1.5}
     snapshot = report_of(make(), [client]).snapshot()
     assert json.loads(json.dumps(snapshot, allow_nan=False)) == snapshot
-    assert snapshot["uptime"] == 7.5
+    assert snapshot["counted"]["seconds"] == 7.5
     assert snapshot["clients"] == [client]
 
 
@@ -234,36 +233,65 @@ class Clock:
         return self.now
 
 
-def test_history_is_bounded_and_evenly_spaced(make):
+def rows(*moments, asked=10, hit=5):
+    """Counters at these moments: of a steady number of tokens a second."""
+    return [{**_nothing(), "seconds": t, "asked": asked * t, "hit": {"cpu": hit * t}} for t in moments]
+
+
+def test_history_is_bounded_and_evenly_spaced():
     clock = Clock()
     history = History(interval=2.0, minutes=1.0, clock=clock)
-    report = report_of(make())
     for tick in range(500):
         clock.now = 50.0 + tick * 0.5
-        snapshot = report.snapshot()
-        snapshot["time"] = clock.now
         assert math.isclose(history.due(), -tick % 4 * 0.5)
         if not history.due():
-            history.sample(snapshot)
-    times = [row["time"] for row in json.loads(history.to_json())["rows"]]
-    assert times == [298.0 - 2 * i for i in range(30, -1, -1)]
+            history.sample(rows(clock.now)[0])
+    assert [row["seconds"] for row in history.dump()["rows"]] == [298.0 - 2 * i for i in range(30, -1, -1)]
 
 
-def test_a_row_of_history_has_the_counters_of_its_snapshot(make, tmp_path):
+def test_what_was_counted_lately_is_the_present_less_a_row_of_the_past(make, tmp_path):
     cache = make(f"disk://{tmp_path}?capacity=1MiB")
     history = History(clock=Clock())
     store(cache, keys(3))
     look(cache, keys(4))
     cache.flush()
-    snapshot = report_of(cache).snapshot()
-    history.sample(snapshot)
-    told = json.loads(history.to_json())
-    (row,) = told["rows"]
-    assert (row["asked"], row["hit"], row["missed"]) == (4, {"cpu": 3}, {"never_stored": 1})
-    for name, field in (("up", "bytes_up"), ("down", "bytes_down")):
-        assert row[name] == {tier["tier"]: tier[field] for tier in snapshot["tiers"]}
-    assert told["reasons"] == MISS_REASONS
+    now = report_of(cache).snapshot()["counted"]
+    assert history.since(now, 300.0) == now, "nothing was counted before the start"
+    history.sample(now)
+    look(cache, keys(2))
+    later: Any = {**report_of(cache).snapshot()["counted"], "seconds": now["seconds"] + 60}
+    lately = history.since(later, 30.0)
+    assert (lately["seconds"], lately["asked"], lately["hit"]) == (60, 2, {"cpu": 2})
+    assert lately["missed"] == {"never_stored": 0}
+    assert set(lately["down"].values()) == {0}
+    assert history.since(later, 90.0)["asked"] == 6
 
 
-def test_a_history_without_rows_is_json_too():
-    assert json.loads(History().to_json())["rows"] == []
+def test_columns_stand_still_and_have_no_gaps_where_rows_are_close():
+    history = History(clock=Clock())
+    for row in rows(*range(2, 600, 2)):
+        history.sample(row)
+    (now,) = rows(599.0)
+    for seconds, count in ((60.0, 30), (60.0, 80), (300.0, 60)):
+        columns = history.columns(now, seconds, count)
+        width = seconds / count
+        assert [each["asked"] for each in columns[:-1]] == pytest.approx([10 * width] * (count - 1))
+        assert [each["hit"]["cpu"] for each in columns[:-1]] == pytest.approx([5 * width] * (count - 1))
+        assert sum(each["asked"] for each in columns) <= 10 * seconds
+
+
+def test_the_past_is_drawn_where_it_was():
+    """Rows are missing from 10 to 450 and from 451 on: what was asked then came at their ends."""
+    history = History(clock=Clock())
+    for row in rows(10, 450, 451, asked=1, hit=0):
+        history.sample(row)
+    (now,) = rows(900, asked=1, hit=1)
+    asked = [each["asked"] for each in history.columns(now, 900.0, 9)]
+    assert asked == pytest.approx([10, 0, 0, 0, 441, 0, 0, 0, 449])
+    assert [each["hit"]["cpu"] for each in history.columns(now, 900.0, 9)][-1] == 900
+
+
+def test_a_young_server_has_empty_columns_before_its_start():
+    history = History(clock=Clock())
+    asked = [each["asked"] for each in history.columns(rows(30.0)[0], 300.0, 10)]
+    assert asked == pytest.approx([0] * 9 + [300])

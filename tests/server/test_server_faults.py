@@ -431,7 +431,7 @@ def test_a_damaged_file_is_no_value(tmp_path: Path):
                 assert value in (None, content(i, 50_000))
                 intact += value is not None
             assert intact <= 3  # where padding was hit
-            assert server.report()["corrupt"] >= 6 - intact  # the short ones are not even there
+            assert server.report()["counted"]["corrupt"] >= 6 - intact  # the short ones are not even there
             for i in range(10):
                 wire.expect("OK", "SET", f"k{i}", "new")
                 wire.expect(b"new", "GET", f"k{i}")
@@ -831,7 +831,7 @@ def test_after_a_kill_no_value_is_older_than_the_last_flush_or_deletion(tmp_path
             for oracle in oracles:
                 for name in oracle.least:
                     oracle.believe(name, wire.ask("GET", name))
-        assert server.report()["corrupt"] == 0
+        assert server.report()["counted"]["corrupt"] == 0
     counts = {what: sum(oracle.counts[what] for oracle in oracles) for what in oracles[0].counts}
     print(counts)
     assert counts["set"] > 20 * kills

@@ -420,7 +420,7 @@ def test_it_lingers_for_engines_and_not_for_pages_and_other_clients(tmp_path: Pa
         with server.connect() as client, socket.create_connection((host, int(port)), PATIENCE) as page:
             with server.connect() as engine:
                 engine.granted("LMTIER.HELLO", 1)
-                until(lambda: server.report()["uptime"] > 7)
+                until(lambda: server.report()["counted"]["seconds"] > 7)
 
             def has_ended() -> bool:
                 with suppress(OSError):

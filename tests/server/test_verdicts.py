@@ -1,5 +1,6 @@
 """The five verdicts: the words and the colour follow from the numbers."""
 
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from lmtier.observe.metrics import MISS_GROUPS, MISS_REASONS, SECONDS
-from lmtier.server.report import _nothing, counted_between
+from lmtier.server.report import _merged, _nothing
 from lmtier.server.verdicts import LOST, groups, judge, slowest
 
 ALERTS = Path(__file__).parents[2] / "dashboards" / "prometheus" / "alerts.yml"
@@ -38,8 +39,8 @@ REDIS = tier("redis")
 
 def verdicts(tiers=(CPU,), clients=None, **facts):
     """The verdicts on a report with these facts, of which the counters are of the last minutes."""
-    counted: Any = {**_nothing(NOW), "seconds": 300.0, "lookups": 50}
-    counted |= {name: facts.pop(name) for name in {*facts} & {*counted}}
+    counted: Any = {**_nothing(), "seconds": 300.0, "lookups": 50}
+    counted |= {name: facts.pop(name) for name in {*facts} & {*counted} - {"differed"}}
     for row, _, counts in tiers:
         for name, count in counts.items():
             counted[name] = {**counted[name], row["tier"]: count}
@@ -48,8 +49,10 @@ def verdicts(tiers=(CPU,), clients=None, **facts):
         "tiers": [row for row, _, _ in tiers],
         "curve": {row["tier"]: curve for row, curve, _ in tiers if curve},
         "clients": [{"kind": kind} for kind, count in (clients or {}).items() for _ in range(count)],
-        **{"verify_failures": 0, "why_not_ready": "", "leased_bytes": 0, "curve_lookups": 50},
-        **{"price": "", "load_deadline": 2.0, "most_clients": 100, **facts},
+        **{"why_not_ready": "", "leased_bytes": 0, "curve_lookups": 50},
+        **{"load_deadline": 2.0, "most_clients": 100, **facts},
+        "counted": {"differed": facts.get("differed", 0)},
+        "savings": {"price": facts.get("price", "")},
     }
     return judge(report, counted)
 
@@ -145,7 +148,7 @@ REFUSED = tier("redis", outage("loads", 185.0), outage("stores", 60.0, why="Conn
             *("good", "yes, again: redis has worked for 12 s, after 3 min of failures"),
         ),
         (
-            {"verify_failures": 1, "tiers": (CPU, REFUSED)},
+            {"differed": 1, "tiers": (CPU, REFUSED)},
             *("bad", "wrong KV: 1 chunk in an engine differed from what was saved"),
         ),
     ],
@@ -304,6 +307,6 @@ def test_the_time_in_which_99_of_100_loads_ended():
     assert 0.009 < (slowest(fast) or 0) < 0.01
     slow = [a + b for a, b in zip(fast, counts(**{"le_1": 200}), strict=True)]
     assert 0.3 < (slowest(slow) or 0) < 1
-    assert slowest(counted_between(slow, slow)) is None, "nothing was loaded since"
-    assert (slowest(counted_between(slow, fast)) or 0) > 0.9, "only what came since counts"
+    assert slowest(_merged(slow, slow, sub)) is None, "nothing was loaded since"
+    assert (slowest(_merged(slow, fast, sub)) or 0) > 0.9, "only what came since counts"
     assert slowest(counts(le_inf=500)) == SECONDS[-1], "longer than the last bound"

@@ -7,18 +7,17 @@ import pytest
 from lmtier.tools.cli import main
 from lmtier.tools.console import parse_address
 from lmtier.tools.fleet import FleetServer, ServerStatus, ask_all, lines_of
-from lmtier.tools.top import Totals
 from tests.redis_process import free_port
 from tests.server.process import served
 from tests.stopping import stop
 
 
-def totals(asked, hit):
-    return Totals(900.0, asked, {"cpu": hit}, {}, {}, {}, 90.0)
+def hits(asked, hit):
+    return {"time": 9e8, "seconds": 900.0, "asked": asked, "found": {"cpu": hit}}
 
 
-WELL = ServerStatus("gpu-1:6380", recent=totals(10, 9), past=totals(1000, 900), used=0.5, busy=0.1, clients=8)
-POOR = WELL._replace(name="gpu-2:6380", past=totals(1000, 100))
+WELL = ServerStatus("gpu-1:6380", now=hits(10, 9), lately=hits(1000, 900), used=0.5, busy=0.1, clients=8)
+POOR = WELL._replace(name="gpu-2:6380", lately=hits(1000, 100))
 DOWN = WELL._replace(name="gpu-3:6380", state="bad", verdict="redis is down: loads have failed for 3 min")
 GONE = ServerStatus("gpu-4:6380", "is not there")
 STARTS = WELL._replace(name="gpu-5:6380", state="warn", verdict="not ready: the scan of disk is not finished")

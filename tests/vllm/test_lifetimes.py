@@ -32,7 +32,7 @@ def test_a_request_says_how_long_and_a_person_pins_by_tokens(models, tmp_path, s
         until(lambda: remote.snapshot()["tiers"][0]["chunks"] == 4)
         engine.forget()
         assert [each.cached for each in engine.generate([short, long, wrong])] == [0, 512, 512]
-        assert remote.snapshot()["tokens"]["missed"]["expired"] == 512
+        assert remote.snapshot()["counted"]["missed"]["expired"] == 512
         tokens = tmp_path / "tokens.json"
         tokens.write_text(json.dumps(long))
         assert main(["prefetch", str(tokens), "--pin", "p", "--server", str(server.path)]) == 0

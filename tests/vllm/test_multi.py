@@ -50,12 +50,12 @@ def test_a_prompt_that_another_engine_prefills_is_not_looked_up(models, tmp_path
     ):
         engine.generate(prompts)
         engine.forget()
-        before = remote.snapshot()["lookups"]
+        before = remote.snapshot()["counted"]["lookups"]
         assert cached(engine.generate(prompts, params={"do_remote_prefill": True})) == 0
-        assert remote.snapshot()["lookups"] == before
+        assert remote.snapshot()["counted"]["lookups"] == before
         engine.forget()
         assert cached(engine.generate(prompts, params={"do_remote_prefill": False})) == loadable(prompts)
-        assert remote.snapshot()["lookups"] > before
+        assert remote.snapshot()["counted"]["lookups"] > before
     idle(server.path)
 
 

@@ -23,7 +23,6 @@ def info(
     metric = cache.metrics.value
     port = host_and_port(serving.listen, "")[1] if serving.listen else 0
     keys = len(values)
-    evicted = sum(tier["evictions"] for tier in snapshot["tiers"])
     return {
         "Server": {
             "redis_version": REDIS_VERSION,
@@ -31,7 +30,7 @@ def info(
             "lmtier_version": __version__,
             "process_id": os.getpid(),
             "tcp_port": port,
-            "uptime_in_seconds": int(snapshot["uptime"]),
+            "uptime_in_seconds": int(snapshot["counted"]["seconds"]),
         },
         "Clients": {
             "connected_clients": len(roster),
@@ -53,7 +52,7 @@ def info(
             "keyspace_hits": int(metric("lmtier_values_total", event="hit")),
             "keyspace_misses": int(metric("lmtier_values_total", event="missed")),
             "expired_keys": int(metric("lmtier_values_total", event="expired")),
-            "evicted_keys": evicted,
+            "evicted_keys": sum(snapshot["counted"]["evicted"].values()),
         },
         "Replication": {"role": "master", "connected_slaves": 0},
         "Tiers": {

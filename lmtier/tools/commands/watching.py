@@ -51,7 +51,7 @@ def _ping(args: Namespace) -> Exit:
     while True:
         try:
             remote = Console(address_in(args))
-            is_ready = remote.snapshot()["ready"]
+            is_ready = not remote.view()["why_not_ready"]
             if is_ready or time.monotonic() >= until:
                 say(ping_text(remote))
                 return Exit.DONE if is_ready else Exit.NO
@@ -97,16 +97,16 @@ def _stats(args: Namespace) -> Exit:
     remote = Console(address)
     with suppress(*ends):
         for _ in _looks(args.times if args.watch else 1):
-            now = remote.snapshot()
             if args.json:
-                say(json.dumps(now, indent=None if args.watch else 2))
+                say(json.dumps(remote.snapshot(), indent=None if args.watch else 2))
             else:
-                (show_again if args.watch else say)(stats(now, str(address)))
+                (show_again if args.watch else say)(stats(remote.view(), str(address)))
     return Exit.DONE
 
 
 def _top(args: Namespace) -> Exit:
-    from lmtier.tools.top import WatchedServer, plain, top
+    from lmtier.tools.console import Console
+    from lmtier.tools.top import MINUTES, plain, top
 
     address, *others = addresses_in(args)
     if others:
@@ -114,12 +114,10 @@ def _top(args: Namespace) -> Exit:
     if sys.stdout.isatty():
         top(address, _EVERY)
         return Exit.DONE
-    watched = WatchedServer(address)
+    remote = Console(address)
     with suppress(KeyboardInterrupt):
-        for round_number in _looks(args.times):
-            if round_number:
-                watched.ask()
-            say(plain(watched.now, watched.line))
+        for _ in _looks(args.times):
+            say(plain(remote.view(MINUTES)))
     return Exit.DONE
 
 
