@@ -8,13 +8,13 @@ The page, `lmtier stats` and `/api/stats` show the same words. A verdict has a s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
 from lmtier.config import read_price
 from lmtier.errors import size_text
 from lmtier.observe.metrics import INTENDED_DROPS, MISS_GROUPS, SECONDS
+from lmtier.observe.words import amount, duration_text, listed, percent, plural, seconds_text
 
 if TYPE_CHECKING:
     from lmtier.server.report import Counters, OutageNow, Snapshot, TierNow
@@ -34,6 +34,10 @@ LOST = 0.05
 """The share of what a tier should take or give above which a loss is a loss, as for the alerts."""
 
 
+_Judged: TypeAlias = tuple[str, str, str]
+"""State, word and text."""
+
+
 class Verdict(TypedDict):
     name: str
     """working, saves, misses, bottleneck, memory."""
@@ -50,36 +54,33 @@ class Nearness(NamedTuple):
     text: str
 
 
-def _verdict(name: str, state: str, word: str, text: str) -> Verdict:
-    return {"name": name, "state": state, "word": word, "text": text}
-
-
 def judge(now: Snapshot, recent: Counters) -> list[Verdict]:
     """The verdicts on a report, in which `recent` is what was counted in the last minutes."""
+    judged = {
+        "working": _working(now, recent),
+        "saves": _saves(now, recent),
+        "misses": _misses(recent),
+        "bottleneck": _bottleneck(now, recent),
+        "memory": _memory(now),
+    }
     return [
-        _working(now, recent),
-        _saves(now, recent),
-        _misses(recent),
-        _bottleneck(now, recent),
-        _memory(now),
+        {"name": name, "state": state, "word": word, "text": text}
+        for name, (state, word, text) in judged.items()
     ]
 
 
 # ---- is it working?
 
 
-def _working(now: Snapshot, recent: Counters) -> Verdict:
-    verdict = partial(_verdict, "working")
+def _working(now: Snapshot, recent: Counters) -> _Judged:
     if differed := now["counted"]["differed"]:
-        return verdict(
-            BAD, "wrong KV", f"{plural(differed, 'chunk')} in an engine differed from what was saved"
-        )
+        return (BAD, "wrong KV", f"{plural(differed, 'chunk')} in an engine differed from what was saved")
     down = [tier for tier in now["tiers"] if _failing(tier)]
     if down:
         word = f"{down[0]['tier']} is down" if len(down) == 1 else f"{len(down)} tiers are down"
-        return verdict(BAD, word, "; ".join(_down(tier, now, is_named=len(down) > 1) for tier in down))
+        return BAD, word, "; ".join(_down(tier, now, is_named=len(down) > 1) for tier in down)
     if now["why_not_ready"]:
-        return verdict(WARN, "not ready", now["why_not_ready"])
+        return WARN, "not ready", now["why_not_ready"]
     outages = {
         tier["tier"]: max(ended)
         for tier in now["tiers"]
@@ -91,14 +92,14 @@ def _working(now: Snapshot, recent: Counters) -> Verdict:
     }
     if troubles := list(_troubles(now, recent, outages)):
         more = f" and {plural(len(troubles) - 1, 'more kind')} of loss" if len(troubles) > 1 else ""
-        return verdict(WARN, "with losses", f"{troubles[0]}{more} in {_last(recent)}")
+        return WARN, "with losses", f"{troubles[0]}{more} in {_last(recent)}"
     if outages:
         name, (until, since) = max(outages.items(), key=lambda each: now["time"] - each[1][0])
-        text = f"{name} has worked for {span(now['time'] - until)}, after {span(until - since)} of failures"
-        return verdict(GOOD, "yes, again", text)
+        worked, failed = duration_text(now["time"] - until), duration_text(until - since)
+        return GOOD, "yes, again", f"{name} has worked for {worked}, after {failed} of failures"
     names = [tier["tier"] for tier in now["tiers"]]
     tiers = f"{listed(names)} {'works' if len(names) == 1 else 'work'}"
-    return verdict(GOOD, "yes", f"{tiers}; {_clients(now)}")
+    return GOOD, "yes", f"{tiers}; {_clients(now)}"
 
 
 def _failing(tier: TierNow) -> list[OutageNow]:
@@ -112,7 +113,7 @@ def _ended(outage: OutageNow) -> tuple[float, float]:
 def _down(tier: TierNow, now: Snapshot, *, is_named: bool) -> str:
     outages = _failing(tier)
     what = f"{tier['tier']} has failed" if is_named else f"{listed([o['what'] for o in outages])} have failed"
-    text = f"{what} for {span(now['time'] - min(each['since'] for each in outages))}"
+    text = f"{what} for {duration_text(now['time'] - min(each['since'] for each in outages))}"
     why = next((each["why"] for each in outages if each["why"]), "")
     return f"{text}: {_short(why)}" if why else text
 
@@ -149,26 +150,25 @@ def _clients(now: Snapshot) -> str:
 # ---- what does it save?
 
 
-def _saves(now: Snapshot, recent: Counters) -> Verdict:
-    verdict = partial(_verdict, "saves")
+def _saves(now: Snapshot, recent: Counters) -> _Judged:
     value_hits, value_misses = recent["values"].get("hit", 0), recent["values"].get("missed", 0)
     gets = value_hits + value_misses
     if asked := recent["asked"]:
         hit = sum(recent["hit"].values())
-        text = f"{count(hit)} of {count(asked)} tokens were not computed again"
+        text = f"{amount(hit)} of {amount(asked)} tokens were not computed again"
         if recent["lookups"] < EVIDENCE:
-            return verdict(IDLE, EARLY, f"{text}, in {_some(recent['lookups'])}")
+            return IDLE, EARLY, f"{text}, in {_some(recent['lookups'])}"
         if (saved := recent["saved_seconds"]) >= 0.1:
-            text += f": {span(saved)} of computing{_money(saved, now['savings']['price'])}"
-        return verdict(GOOD if hit / asked >= _SAVES else WARN, percent(hit / asked), text)
+            text += f": {duration_text(saved)} of computing{_money(saved, now['savings']['price'])}"
+        return GOOD if hit / asked >= _SAVES else WARN, percent(hit / asked), text
     if gets:
         if gets < EVIDENCE:
-            return verdict(IDLE, EARLY, f"{plural(value_hits, 'value')} found, in {_some(gets)}")
+            return IDLE, EARLY, f"{plural(value_hits, 'value')} found, in {_some(gets)}"
         text = f"of {plural(gets, 'value')} that Redis clients asked for; no engine asked"
-        return verdict(GOOD if value_hits else WARN, percent(value_hits / gets), text)
+        return GOOD if value_hits else WARN, percent(value_hits / gets), text
     if stored := recent["values"].get("set", 0):
-        return verdict(IDLE, "nothing yet", f"Redis clients stored {plural(stored, 'value')} and read none")
-    return verdict(IDLE, "nothing yet", f"no prompt was looked up in {_last(recent)}")
+        return IDLE, "nothing yet", f"Redis clients stored {plural(stored, 'value')} and read none"
+    return IDLE, "nothing yet", f"no prompt was looked up in {_last(recent)}"
 
 
 def _money(seconds: float, per_hour: str) -> str:
@@ -183,37 +183,31 @@ def _money(seconds: float, per_hour: str) -> str:
 # ---- what could have been a hit?
 
 
-def groups(missed: Mapping[str, int]) -> dict[str, int]:
-    """Missed tokens by the groups of reasons, without empty ones."""
-    sums = {name: sum(missed.get(each, 0) for each in reasons) for name, (_, reasons) in MISS_GROUPS.items()}
-    return {name: tokens for name, tokens in sums.items() if tokens}
-
-
-def _misses(recent: Counters) -> Verdict:
-    verdict = partial(_verdict, "misses")
+def _misses(recent: Counters) -> _Judged:
     asked, missed = recent["asked"], recent["missed"]
     if not asked:
         value_misses = recent["values"].get("missed", 0)
         if value_misses:
-            return verdict(IDLE, count(value_misses), "values that Redis clients asked for were not here")
-        return verdict(IDLE, "none", f"nothing was asked in {_last(recent)}")
-    avoidable = {name: n for name, n in groups(missed).items() if name not in NORMAL}
-    share = sum(avoidable.values()) / asked
-    reasons = {reason: missed[reason] for name in avoidable for reason in MISS_GROUPS[name][1]
-               if missed.get(reason)}  # fmt: skip
+            return IDLE, amount(value_misses), "values that Redis clients asked for were not here"
+        return IDLE, "none", f"nothing was asked in {_last(recent)}"
+    reasons = {
+        reason: missed[reason]
+        for group, (_, some) in MISS_GROUPS.items()
+        for reason in some
+        if missed.get(reason) and group not in NORMAL
+    }
+    share = sum(reasons.values()) / asked
     if recent["lookups"] < EVIDENCE:
-        return verdict(IDLE, EARLY, f"{percent(share)} could have been hits, in {_some(recent['lookups'])}")
-    if not avoidable:
-        return verdict(
-            GOOD, "none", "that could have been hits: the rest is new text, or was not worth loading"
-        )
+        return IDLE, EARLY, f"{percent(share)} could have been hits, in {_some(recent['lookups'])}"
+    if not reasons:
+        return (GOOD, "none", "that could have been hits: the rest is new text, or was not worth loading")
     largest_reasons = sorted(reasons, key=lambda reason: -reasons[reason])[:2]
     parts = [
         f"{percent(reasons[each] / asked)} {_WORDS.get(each, each.replace('_', ' '))}"
         for each in largest_reasons
     ]
     state = BAD if share >= _MISSED_BAD else WARN if share >= _MISSED_WARN else GOOD
-    return verdict(state, percent(share), f"could have been hits: {', '.join(parts)}")
+    return state, percent(share), f"could have been hits: {', '.join(parts)}"
 
 
 _WORDS = {
@@ -231,14 +225,13 @@ _WORDS = {
 # ---- which resource is the limit?
 
 
-def _bottleneck(now: Snapshot, recent: Counters) -> Verdict:
-    verdict = partial(_verdict, "bottleneck")
+def _bottleneck(now: Snapshot, recent: Counters) -> _Judged:
     nearest = max(limits(now, recent), key=lambda limit: limit.share)
     if nearest.share < _NEAR:
-        return verdict(GOOD, "none", f"nearest to its limit is {nearest.text}")
+        return GOOD, "none", f"nearest to its limit is {nearest.text}"
     if nearest.share < _LIMIT:
-        return verdict(WARN, f"{nearest.name} soon", nearest.text)
-    return verdict(BAD, nearest.name, nearest.text)
+        return WARN, f"{nearest.name} soon", nearest.text
+    return BAD, nearest.name, nearest.text
 
 
 def limits(now: Snapshot, recent: Counters) -> Iterable[Nearness]:
@@ -253,7 +246,7 @@ def limits(now: Snapshot, recent: Counters) -> Iterable[Nearness]:
         name, full, slow = tier["tier"], tier["queue_full"], tier["slowest"]
         yield Nearness(f"writes to {name}", full, f"{name}: its queue of writes is {percent(full)} full")
         if slow is not None:
-            took, allowed = _seconds(slow), _seconds(now["load_deadline"])
+            took, allowed = seconds_text(slow), seconds_text(now["load_deadline"])
             loads = f"{name}: 1 load in 100 takes {took} or longer, of {allowed} allowed"
             yield Nearness(f"loads from {name}", slow / now["load_deadline"], loads)
 
@@ -277,17 +270,16 @@ def slowest(counts: Sequence[int], part: float = 0.99) -> float | None:
 # ---- is the memory large enough?
 
 
-def _memory(now: Snapshot) -> Verdict:
-    verdict = partial(_verdict, "memory")
+def _memory(now: Snapshot) -> _Judged:
     curve = {
         name: ratios
         for name, ratios in now["curve"].items()
         if ratios.get("1") is not None and ratios.get("2") is not None
     }
     if now["curve_lookups"] < EVIDENCE:
-        return verdict(IDLE, EARLY, _some(now["curve_lookups"]))
+        return IDLE, EARLY, _some(now["curve_lookups"])
     if not any(hits for ratios in curve.values() for hits in ratios.values()):
-        return verdict(IDLE, "no use yet", "no prompt came back, so memory of any size would hit nothing")
+        return IDLE, "no use yet", "no prompt came back, so memory of any size would hit nothing"
 
     def at(name: str, factor: str) -> float:
         return curve[name].get(factor) or 0.0
@@ -302,22 +294,20 @@ def _memory(now: Snapshot) -> Verdict:
     gain = max(0.0, at(largest, "2") - best_hit_ratio)
     twice = f"{sized(largest, 2, f'{largest} × 2')} would give {_points(gain)}"
     if gain >= _SMALL:
-        return verdict(WARN, f"{largest} is small", twice)
+        return WARN, f"{largest} is small", twice
     top = next(iter(curve))
     sooner = at(top, "2") - at(top, "1")
     if top != largest and sooner >= _SMALL:
         double = sized(top, 2, f"{top} × 2")
-        return verdict(GOOD, "enough", f"{double} would give no more hits, but {_points(sooner)} sooner")
+        return GOOD, "enough", f"{double} would give no more hits, but {_points(sooner)} sooner"
     spare = [
         name
         for name, ratios in curve.items()
         if (half := ratios.get("0.5")) is not None and half > at(name, "1") - _FITS / 2
     ]
     if gain < _FITS and spare:
-        return verdict(
-            GOOD, "ample", f"{sized(spare[0], 0.5, f'half of {spare[0]}')} would give as many hits"
-        )
-    return verdict(GOOD, "enough", twice)
+        return (GOOD, "ample", f"{sized(spare[0], 0.5, f'half of {spare[0]}')} would give as many hits")
+    return GOOD, "enough", twice
 
 
 def _points(gain: float) -> str:
@@ -329,50 +319,11 @@ def _points(gain: float) -> str:
 
 
 def _some(lookups: int) -> str:
-    return f"{count(lookups)} of the {EVIDENCE} lookups that a verdict needs"
+    return f"{amount(lookups)} of the {EVIDENCE} lookups that a verdict needs"
 
 
 def _last(recent: Counters) -> str:
-    return f"the last {span(recent['seconds'])}"
-
-
-def count(number: int) -> str:
-    """As the page writes it: 9,999, 12.3K, 1.23M."""
-    if abs(number) < 10_000:
-        return f"{number:,}"
-    value, unit = number / 1000, "K"
-    for larger in ("M", "B", "T"):
-        if abs(value) >= 999.5:
-            value, unit = value / 1000, larger
-    return f"{value:.3g}{unit}"
-
-
-def plural(number: int, word: str) -> str:
-    return f"{count(number)} {word}{'s' * (number != 1)}"
-
-
-def percent(share: float) -> str:
-    value = 100 * share
-    fine = 0 < value < 9.95 or 99 < value < 100
-    return "< 0.1 %" if 0 < value < 0.1 else f"{value:.1f} %" if fine else f"{value:.0f} %"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.2g} s"
-
-
-def span(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min"
-    hours, days = whole // 3600, whole // 86400
-    return f"{hours} h {whole // 60 % 60} min" if hours < 48 else f"{days} d {hours % 24} h"
-
-
-def listed(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+    return f"the last {duration_text(recent['seconds'])}"
 
 
 def _short(text: str, most: int = 110) -> str:

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from lmtier.errors import size_text
 from lmtier.observe.metrics import DROP_REASONS, MISS_GROUPS, MISS_REASONS
 from lmtier.observe.miss_curve import FACTORS
+from lmtier.observe.words import amount, duration_text, listed, percent, plural
 from lmtier.server.explain import Explanation
-from lmtier.server.verdicts import Verdict, count, limits, listed, percent, plural, span
+from lmtier.server.verdicts import Verdict, limits
 
 if TYPE_CHECKING:
     from lmtier.server.report import Counters, Snapshot
 
 _SHOWN = 50  # clients
-_COLOURS = {reason: group for group, (_, reasons) in MISS_GROUPS.items() for reason in reasons}
+_GROUPS = {reason: (group, title) for group, (title, some) in MISS_GROUPS.items() for reason in some}
+_NONE = ("", "")
 _EVENTS = {
     **{"hit": "read and found", "missed": "read and not found", "set": "stored"},
     **{"deleted": "deleted", "expired": "expired", "refused": "refused: no room"},
@@ -154,11 +156,11 @@ def _tier_colours(now: Snapshot, tiers: Iterable[str]) -> list[str]:
 
 
 def _headline(lately: Counters) -> str:
-    last = f"in the last {span(lately['seconds'])}"
+    last = f"in the last {duration_text(lately['seconds'])}"
     if asked := lately["asked"]:
         hit = sum(lately["hit"].values())
         found = f"{percent(hit / asked)} of the tokens that were asked {last} were here already"
-        return f"{found}: {count(hit)} tokens that no engine had to compute again."
+        return f"{found}: {amount(hit)} tokens that no engine had to compute again."
     if gets := _gets(lately):
         found = percent(lately["values"].get("hit", 0) / gets)
         return f"{found} of the {plural(gets, 'value')} that Redis clients read {last} were here."
@@ -192,15 +194,17 @@ def _working(now: Snapshot) -> tuple[list[str], list[Table]]:
 def _saves(now: Snapshot, lately: Counters) -> tuple[list[str], list[Table]]:
     counted, savings, sessions = now["counted"], now["savings"], now["sessions"]
     hit, gets, price = sum(counted["hit"].values()), _gets(counted), savings["gpu_hour"]
-    looked_up = f" of {count(counted['asked'])} tokens in {plural(counted['lookups'], 'lookup')}"
+    looked_up = f" of {amount(counted['asked'])} tokens in {plural(counted['lookups'], 'lookup')}"
     parts = [f"{percent(hit / counted['asked'])}{looked_up}" if counted["asked"] else "no lookup"]
     if gets or now["values"]:
-        parts.append(f"{plural(gets, 'read')} of values, at least {count(now['values'])} stored")
-    notes = [f"Since the start, {span(counted['seconds'])} ago: {'; '.join(parts)}."]
+        parts.append(f"{plural(gets, 'read')} of values, at least {amount(now['values'])} stored")
+    notes = [f"Since the start, {duration_text(counted['seconds'])} ago: {'; '.join(parts)}."]
     if seconds := counted["saved_seconds"]:
         money = f": {savings['money']:,.2f} at {price:g} an hour" if price else ""
         hours = f"hits saved {savings['gpu_hours']:.3g} GPU-hours{money}"
-        notes.append(f"Engines did not compute for {span(seconds)}, by their own measurements; {hours}.")
+        notes.append(
+            f"Engines did not compute for {duration_text(seconds)}, by their own measurements; {hours}."
+        )
         for tier, more in savings["next_gib"].items():
             worth = f"{more['money']:,.2f}" if price else f"{more['gpu_hours']:.3g} GPU-hours"
             notes.append(f"One more GiB of {tier} would save {worth} a day.")
@@ -208,7 +212,7 @@ def _saves(now: Snapshot, lately: Counters) -> tuple[list[str], list[Table]]:
         notes.append("How long engines would have computed is not known: none has measured it yet.")
     if sessions["active"] or sessions["waiting"]:
         active = plural(sessions["active"], "agent session")
-        notes.append(f"{active} active, {count(sessions['waiting'])} wait for a person.")
+        notes.append(f"{active} active, {amount(sessions['waiting'])} wait for a person.")
     named = [
         [{**each, "share": _share(each["hit"], each["asked"])} for each in rows]
         for rows in (now["models"], now["tenants"])
@@ -231,27 +235,26 @@ def _misses(
     now: Snapshot, latest: Counters, lately: Counters, misses: Sequence[Explanation]
 ) -> tuple[list[str], list[Table]]:
     start, seconds = now["counted"], max(1e-3, latest["seconds"])
-
-    def row(source: str, meaning: str, a: int, b: int, c: int) -> tuple[Any, ...]:
-        return source, a / seconds, b, _share(b, lately["asked"]), c, _share(c, start["asked"]), meaning
-
-    asked = [each["asked"] for each in (latest, lately, start)]
-    rows = [row("asked", f"in {plural(start['lookups'], 'lookup')}", *asked)]
-    for tier in (each["tier"] for each in now["tiers"]):
-        rows.append(
-            row(f"hit in {tier}", "", *(each["hit"].get(tier, 0) for each in (latest, lately, start)))
-        )
+    times, tiers = (latest, lately, start), [tier["tier"] for tier in now["tiers"]]
     missed = sorted(start["missed"], key=lambda reason: -start["missed"][reason])
+    lookups = f"in {plural(start['lookups'], 'lookup')}"
+    sources = [("asked", lookups, "", [each["asked"] for each in times])]
+    sources += [(f"hit in {tier}", "", "", [each["hit"].get(tier, 0) for each in times]) for tier in tiers]
     for reason in missed:
-        counts = (each["missed"].get(reason, 0) for each in (latest, lately, start))
-        rows.append(row(f"missed: {reason}", MISS_REASONS.get(reason, ""), *counts))
-    tiers = _tier_colours(now, (tier["tier"] for tier in now["tiers"]))
-    marks = ["", *tiers, *(_COLOURS.get(reason, "") for reason in missed)]
+        counts = [each["missed"].get(reason, 0) for each in times]
+        sources.append(
+            (f"missed: {reason}", MISS_REASONS.get(reason, ""), _GROUPS.get(reason, _NONE)[1], counts)
+        )
+    rows = [
+        (name, a / seconds, b, _share(b, lately["asked"]), c, _share(c, start["asked"]), meaning, group)
+        for name, meaning, group, (a, b, c) in sources
+    ]
+    marks = ["", *_tier_colours(now, tiers), *(_GROUPS.get(reason, _NONE)[0] for reason in missed)]
     tokens = "tokens text, a second count, lately count, share share, since the start count, of all share"
     last = "ago age, times count, asker text, asked count, hit count, token count, why text, reason text+"
     found = [{**each, "hit": sum(each["hit"].values())} for each in misses]
     return ["Grey misses are normal: no cache had them, or they were not worth loading."], [
-        _table("tokens", f"{tokens}, meaning text", rows, marks),
+        _table("tokens", f"{tokens}, meaning text, group text+", rows, marks),
         _table("the last prompts that missed", last, found),
     ]
 

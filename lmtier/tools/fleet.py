@@ -9,12 +9,13 @@ from functools import partial
 from typing import NamedTuple
 
 from lmtier.errors import ConfigError
+from lmtier.observe.words import percent
 from lmtier.server.view import Hits, View
 from lmtier.threads import start_thread
 from lmtier.tools.console import Console, ServerAddress, Unreachable
 from lmtier.tools.terminal import Screen, bar, table
 from lmtier.tools.top import MINUTES, hit_rate
-from lmtier.tools.views import percent, rows_of, tables_of, working_text
+from lmtier.tools.views import rows_of, tables_of, working_text
 
 _NOTHING: Hits = {"time": 0.0, "seconds": 0.0, "asked": 0, "found": {}}
 _PATIENCE = 2.0  # seconds in which a server has to answer
@@ -98,7 +99,10 @@ def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str
     reachable = [status for status in looks if not status.trouble]
     asked = sum(status.lately["asked"] for status in reachable)
     hits = sum(sum(status.lately["found"].values()) for status in reachable)
-    parts = [f"{len(looks)} servers", f"hit rate of the last minutes {percent(hits, asked)}"]
+    parts = [
+        f"{len(looks)} servers",
+        f"hit rate of the last minutes {percent(hits / asked if asked else None)}",
+    ]
     if unreachable_count := len(looks) - len(reachable):
         parts.append(f"{unreachable_count} not reached")
     if broken_count := sum(status.state == "bad" for status in reachable):
@@ -113,8 +117,8 @@ def lines_of(looks: Sequence[ServerStatus], columns: int, rows: int) -> list[str
         if status.trouble
         else (
             name,
-            *(hit_rate(status.now), hit_rate(status.lately), percent(status.used, 1), bar(status.used, 5)),
-            *(percent(status.busy, 1), f"{status.clients:,}", status.verdict or "works"),
+            *(hit_rate(status.now), hit_rate(status.lately), percent(status.used), bar(status.used, 5)),
+            *(percent(status.busy), f"{status.clients:,}", status.verdict or "works"),
         )
         for name, status in zip(names, looks, strict=True)
     ]

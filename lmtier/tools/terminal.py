@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from lmtier.errors import size_text as size_text  # for who prints
+from lmtier.observe.words import duration_text as duration_text
 from lmtier.tools.exits import Exit
 
 _LONG = 1000  # letters of an error
@@ -62,14 +63,6 @@ def number_text(value: float) -> str:
 def count_text(count: int, word: str) -> str:
     """1 chunk, 2 chunks."""
     return f"{count:,} {word}{'s' * (count != 1)}"
-
-
-def duration_text(seconds: float) -> str:
-    """In the two largest units: 12 s, 3 min 20 s, 4 h 5 min, 9 d 2 h."""
-    total = int(seconds)
-    units = ((total // 86400, "d"), (total // 3600 % 24, "h"), (total // 60 % 60, "min"), (total % 60, "s"))
-    largest = next((i for i, (count, _) in enumerate(units) if count), len(units) - 1)
-    return " ".join(f"{count} {unit}" for count, unit in units[largest : largest + 2] if count or unit == "s")
 
 
 def bar(share: float, width: int) -> str:

@@ -7,10 +7,11 @@ from contextlib import suppress
 from shutil import get_terminal_size
 from textwrap import wrap
 
+from lmtier.observe.words import percent
 from lmtier.server.view import Hits, Table, View
 from lmtier.tools.console import Console, ServerAddress, Unreachable
 from lmtier.tools.terminal import Screen, count_text, duration_text, spark
-from lmtier.tools.views import cell_text, headline, percent, rows_of, table_text, tables_of, working_text
+from lmtier.tools.views import cell_text, headline, rows_of, table_text, tables_of, working_text
 
 MINUTES = 15.0
 """The minutes of history that a server remembers and `top` shows."""
@@ -19,7 +20,7 @@ _CLIENTS = ("kind", "name", "address", "age", "received", "sent")
 
 
 def hit_rate(hits: Hits) -> str:
-    return percent(sum(hits["found"].values()), hits["asked"])
+    return percent(sum(hits["found"].values()) / hits["asked"] if hits["asked"] else None)
 
 
 def frame(view: View, name: str, columns: int, rows: int, trouble: str = "") -> list[str]:

@@ -8,6 +8,7 @@ from datetime import datetime
 from textwrap import wrap
 from typing import Any
 
+from lmtier.observe.words import percent, seconds_text
 from lmtier.server.explain import Explanation
 from lmtier.server.view import Table, View
 from lmtier.tools.console import Console
@@ -193,18 +194,14 @@ def cell_text(value: object, unit: str) -> str:
         return "-" if value in (None, "") or isinstance(value, list) else str(value)[:90]
     texts: dict[str, Callable[[float], str]] = {
         "count": lambda number: f"{number:,.0f}",
-        "share": lambda part: percent(part, 1),
+        "share": percent,
         "bytes": size_text,
         "rate": lambda nbytes: f"{size_text(round(nbytes))}/s" if nbytes else "-",
-        "seconds": lambda seconds: f"{1000 * seconds:,.3g} ms",
+        "seconds": seconds_text,
         "age": duration_text,
         "time": lambda moment: time.strftime("%H:%M:%S", time.localtime(moment)),
     }
     return texts.get(unit, str)(value)
-
-
-def percent(part: float | None, total: float | None) -> str:
-    return f"{100 * part / total:.0f} %" if total and part is not None else "-"
 
 
 def explanations_text(explanations: Sequence[Explanation], columns: int) -> str:

@@ -13,13 +13,13 @@ import pytest
 from lmtier.config import Config
 from lmtier.core.cache import Cache
 from lmtier.format.layout import form_of, padded
+from lmtier.observe.words import percent
 from lmtier.server.api import Api
 from lmtier.server.commands import Caller
 from lmtier.server.explain import Explain
 from lmtier.server.http import Http, routes
 from lmtier.server.models import Models
 from lmtier.server.report import Report
-from lmtier.server.verdicts import percent
 from lmtier.testing import Gate, MemoryTier, SlowTier, opaque_layout
 from tests.browser import Browser
 
