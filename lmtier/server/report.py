@@ -23,7 +23,6 @@ from lmtier.core.match import CPU
 from lmtier.core.sessions import SessionNow
 from lmtier.errors import without_secrets
 from lmtier.observe.miss_curve import FACTORS
-from lmtier.rules.breaker import Outage
 from lmtier.rules.money import HOUR, GpuSavings, next_gib
 from lmtier.server.explain import Explanation
 from lmtier.server.verdicts import Verdict, judge, slowest
@@ -134,24 +133,20 @@ class Named(TypedDict):
     hit: int
 
 
-class NextGib(TypedDict):
-    """What one more GiB of a tier would save in a day, by the miss curve."""
-
+class Worth(TypedDict):
     gpu_hours: float
     money: float
 
 
-class Savings(TypedDict):
+class Savings(Worth):
     """What hits have saved since the start, by the engines' own costs of computing."""
 
     price: str
     """The price of an hour of an engine's GPUs, as set: 2.50 $."""
     gpu_hour: float
     """The same as a number; 0: not set, so `money` is 0."""
-    gpu_hours: float
-    money: float
-    next_gib: dict[str, NextGib]
-    """By tier; tiers whose curve is not known yet are missing."""
+    next_gib: dict[str, Worth]
+    """What one more GiB would save in a day, by tier, as far as the curve of the tier is known."""
 
 
 class SessionsNow(TypedDict):
@@ -288,7 +283,11 @@ class Report:
             "tiers": [tier(label, url, below) for (label, below), url in zip(labels, urls, strict=True)],
             "models": _named(metrics.sums(metrics.model_tokens, "model", "outcome")),
             "tenants": _named(metrics.sums(metrics.tenant_tokens, "tenant", "outcome")),
-            "sessions": self._sessions(),
+            "sessions": {
+                "active": cache.sessions.active,
+                "waiting": cache.sessions.waiting,
+                "top": [cache.sessions.now(each) for each in cache.sessions.top(_TOP)],
+            },
             "clients": self._clients(),
             "values": max(len(index.records) for index in indexes),
             "curve": {
@@ -360,11 +359,7 @@ class Report:
         def moment(at: float) -> float:
             return now - (self._clock() - at)
 
-        found: list[tuple[str, Outage]] = [
-            (what, breaker.outage)
-            for what, breaker in (("loads", below.load_breaker), ("stores", below.store_breaker))
-            if breaker.outage is not None
-        ]
+        breakers = {"loads": below.load_breaker, "stores": below.store_breaker}
         return [
             {
                 "what": what,
@@ -372,43 +367,29 @@ class Report:
                 "until": None if outage.until is None else moment(outage.until),
                 "why": outage.why,
             }
-            for what, outage in found
+            for what, breaker in breakers.items()
+            if (outage := breaker.outage) is not None
         ]
 
     def _savings(self, counted: Counters) -> Savings:
-        cache = self._cache
         saved, hit = counted["saved_seconds"], sum(counted["hit"].values())
-        price = read_price(self._gpu_hour)
-        price_per_hour = price[1] if price is not None else 0.0
-        worth = GpuSavings(saved / HOUR, price_per_hour)
-        next_gibs: dict[str, NextGib] = {}
-        for place in cache.outlook.tiers if hit else ():
-            hit_ratio, doubled = (_known(cache.outlook.hit_ratio(place, factor)) for factor in (1, 2))
-            if hit_ratio is None or doubled is None:
-                continue
-            saving = next_gib(
-                *(hit_ratio, doubled, place.capacity),
-                asked=counted["asked"],
-                seconds=counted["seconds"],
-                token=saved / hit,
-                price=price_per_hour,
-            )
-            next_gibs[place.tier] = {"gpu_hours": saving.gpu_hours, "money": saving.money}
-        return {
-            "price": self._gpu_hour,
-            "gpu_hour": price_per_hour,
-            "gpu_hours": worth.gpu_hours,
-            "money": worth.money,
-            "next_gib": next_gibs,
-        }
-
-    def _sessions(self) -> SessionsNow:
-        sessions = self._cache.sessions
-        return {
-            "active": sessions.active,
-            "waiting": sessions.waiting,
-            "top": [sessions.now(each) for each in sessions.top(_TOP)],
-        }
+        parsed, outlook = read_price(self._gpu_hour), self._cache.outlook
+        price = parsed[1] if parsed is not None else 0.0
+        more: dict[str, Worth] = {}
+        for place in outlook.tiers if hit else ():
+            ratios = outlook.hit_ratio(place, 1), outlook.hit_ratio(place, 2), place.capacity
+            if not any(map(math.isnan, ratios)):
+                more[place.tier] = _worth(
+                    next_gib(
+                        *ratios,
+                        asked=counted["asked"],
+                        seconds=counted["seconds"],
+                        token=saved / hit,
+                        price=price,
+                    )
+                )
+        total = _worth(GpuSavings(saved / HOUR, price))
+        return {**total, "price": self._gpu_hour, "gpu_hour": price, "next_gib": more}
 
 
 class History:
@@ -505,6 +486,10 @@ def _named(sums: Mapping[str, float]) -> list[Named]:
     asked = {key.removesuffix(" asked"): int(n) for key, n in sums.items() if key.endswith(" asked")}
     order = sorted(asked.items(), key=lambda each: -each[1])
     return [{"name": name, "asked": n, "hit": int(sums.get(f"{name} hit", 0))} for name, n in order]
+
+
+def _worth(savings: GpuSavings) -> Worth:
+    return {"gpu_hours": savings.gpu_hours, "money": savings.money}
 
 
 def _known(ratio: float) -> float | None:
