@@ -174,19 +174,19 @@ def _working(now: Snapshot) -> tuple[list[str], list[Table]]:
     counted = now["counted"]
     outages = [{**each, "tier": tier["tier"]} for tier in now["tiers"] for each in tier["outages"]]
     lost = [
-        (f"tokens not stored in {tier}: {reason.replace('_', ' ')}", tokens, DROP_REASONS.get(reason))
+        (f"tokens not stored in {tier}: {reason.replace('_', ' ')}", DROP_REASONS.get(reason), tokens)
         for name, tokens in counted["dropped"].items()
         for tier, _, reason in [name.partition(" ")]
     ]
-    lost += [(f"objects failed in {tier}", faults, None) for tier, faults in counted["faults"].items()]
-    lost += [("objects corrupt, found by checksum, deleted", counted["corrupt"], "see the log")]
-    lost += [("chunks in an engine not as saved", counted["differed"], "see the log")]
-    lost = [row for row in lost if row[1]]
+    lost += [(f"objects failed in {tier}", None, faults) for tier, faults in counted["faults"].items()]
+    lost += [("objects corrupt, found by checksum, deleted", "see the log", counted["corrupt"])]
+    lost += [("chunks in an engine not as saved", "see the log", counted["differed"])]
+    lost = [row for row in lost if row[2]]
     clients = sorted(now["clients"], key=_moved, reverse=True)
     columns = "kind text, name text, address text, age age, asked count, received bytes, sent bytes"
     return ["" if outages or lost else "No trouble since the start."], [
         _table("outages", "tier text, what text, since time, until time, why text", outages),
-        _table("lost since the start", "what text, count count, why text+", lost),
+        _table("lost since the start", "what text, why text+, count count", lost),
         _table("clients", columns, clients, most=_SHOWN),
     ]
 
