@@ -41,7 +41,7 @@ from lmtier.tools.terminal import number_text, say, table
 
 CHUNK = 256
 PACKING = "token"
-STATED = ("lz4", "bitshuffle-lz4", "shuffle-zstd", "fp8", "int8")
+STATED = ("bitshuffle-lz4", "shuffle-zstd", "fp8", "int8")
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Codecs: a payload in fewer bytes, exactly or approximately, from one buffer into another.
 
-    lz4              LZ4 block                               KV of 8 bits, or mostly zeros
     bitshuffle-lz4   Blosc chunk                             bf16 and fp16, fast
     shuffle-zstd     Blosc chunk                             bf16 and fp16, small
     fp8, int8        f32 scale a head and channel, then one byte an element; approximate, for cold tiers
@@ -78,8 +77,6 @@ def _load() -> ctypes.CDLL:
         (library.blosc_compress_ctx, number,
          (number, number, size, size, address, address, size, text, size, number)),
         (library.blosc_decompress_ctx, number, (address, address, size, number)),
-        (library.LZ4_compress_default, number, (address, address, number, number)),
-        (library.LZ4_decompress_safe, number, (address, address, number, number)),
     ):  # fmt: skip
         function.restype, function.argtypes = result, arguments
     return library
@@ -90,23 +87,6 @@ def _bytes(memory: memoryview) -> Array:
 
 
 # ---- exact
-
-
-def _encode_lz4(payload: memoryview, room: memoryview, layout: Layout, shard: Shard) -> int:
-    if len(payload) > _LARGEST:
-        return 0
-    source, target = _bytes(payload), _bytes(room)
-    room_for = min(len(room), _LARGEST)
-    return int(_load().LZ4_compress_default(source.ctypes.data, target.ctypes.data, len(payload), room_for))
-
-
-def _decode_lz4(body: memoryview, payload: memoryview, layout: Layout, shard: Shard) -> None:
-    source, target = _bytes(body), _bytes(payload)
-    if max(source.size, target.size) > _LARGEST:
-        raise NotDecodable(f"{source.size} bytes for {target.size}: too many")
-    got = _load().LZ4_decompress_safe(source.ctypes.data, target.ctypes.data, source.size, target.size)
-    if got != target.size:
-        raise NotDecodable(f"LZ4 decodes {got} bytes, not {target.size}")
 
 
 _CHUNK = struct.Struct("<4B3I")
@@ -314,7 +294,6 @@ _ZSTD_BYTES = _Blosc(b"zstd", 4, _BYTES, 1, 1 << 19)
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec("lz4", _encode_lz4, _decode_lz4),
         Codec("bitshuffle-lz4", _LZ4_BITS.encode, _LZ4_BITS.decode),
         Codec("shuffle-zstd", _ZSTD_BYTES.encode, _ZSTD_BYTES.decode),
         *(Codec(kind, _Scaled(kind).encode, _Scaled(kind).decode, is_exact=False) for kind in _STEPS),

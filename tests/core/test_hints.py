@@ -126,7 +126,7 @@ def test_an_end_is_kept_by_what_is_being_read(make, time):
 
 def test_a_prefetch_beside_one_of_the_same_head_reads_all_of_it(make, tmp_path):
     """Of a chunk that is just loading after a restart only the size at rest is known, behind a codec."""
-    tiers = "cpu://?capacity=4MiB", f"disk://{tmp_path}/kv?capacity=4MiB&codec=lz4"
+    tiers = "cpu://?capacity=4MiB", f"disk://{tmp_path}/kv?capacity=4MiB&codec=shuffle-zstd"
     layout = Layout.uniform(
         layers=1, heads=2, head_dim=8192, dtype="bf16", block_tokens=C, chunk_tokens=C, packing="token"
     )

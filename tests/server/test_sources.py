@@ -403,7 +403,7 @@ def answering(said: bytes) -> Iterator[int]:
     [
         ("lmtier://", "which server"),
         ("lmtier://a:6380/0", "write it like lmtier://:TOKEN@"),
-        ("lmtier://a:6380?codec=lz4", "remove codec="),
+        ("lmtier://a:6380?codec=shuffle-zstd", "remove codec="),
         ("lmtier://a:6380?ssl_ca_certs=x", "certificates are for lmtiers://"),
         ("lmtier://a:6380?namespace=x", "unknown option 'namespace'"),
     ],

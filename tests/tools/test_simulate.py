@@ -543,7 +543,7 @@ def test_hints_need_a_trace_with_sessions(capsys):
 
 def test_lifetimes_are_rules_that_tell_variants_apart(capsys):
     words = ["simulate", "--synthetic", "rag", "--requests", "20", "--gpu-hour", "1"]
-    words += ["-t", "cpu://?capacity=1GiB,2GiB&ttl=1h,2h", "-t", "disk://?capacity=4GiB&codec=lz4"]
+    words += ["-t", "cpu://?capacity=1GiB,2GiB&ttl=1h,2h", "-t", "disk://?capacity=4GiB&codec=shuffle-zstd"]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "cpu 1 GiB auto ttl 3600s + disk 4 GiB auto always" in said
