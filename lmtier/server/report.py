@@ -28,7 +28,7 @@ from lmtier.server.explain import Explanation
 from lmtier.server.verdicts import Verdict, judge, slowest
 from lmtier.server.view import View, view_of
 
-ClientRow = dict[str, object]
+ClientRow = dict[str, Any]
 """One connection: name, kind, address, age (seconds), asked (requests), received and sent (bytes)."""
 
 _TOP = 10  # sessions

@@ -7,7 +7,7 @@ known; the unit of its column says how to write it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from lmtier.errors import size_text
@@ -146,10 +146,6 @@ def _table(
     return {"name": name, "columns": names, "rows": cells[:most], "marks": [*marks], "more": more}
 
 
-def _moved(client: Mapping[str, Any]) -> int:
-    return int(client.get("received", 0) + client.get("sent", 0))
-
-
 def _tier_colours(now: Snapshot, tiers: Iterable[str]) -> list[str]:
     order = [tier["tier"] for tier in now["tiers"]]
     return [f"tier{order.index(tier) % 6}" if tier in order else "" for tier in tiers]
@@ -182,7 +178,7 @@ def _working(now: Snapshot) -> tuple[list[str], list[Table]]:
     lost += [("objects corrupt, found by checksum, deleted", "see the log", counted["corrupt"])]
     lost += [("chunks in an engine not as saved", "see the log", counted["differed"])]
     lost = [row for row in lost if row[2]]
-    clients = sorted(now["clients"], key=_moved, reverse=True)
+    clients = sorted(now["clients"], key=lambda each: -each.get("received", 0) - each.get("sent", 0))
     columns = "kind text, name text, address text, age age, asked count, received bytes, sent bytes"
     return ["" if outages or lost else "No trouble since the start."], [
         _table("outages", "tier text, what text, since time, until time, why text", outages),

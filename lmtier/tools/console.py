@@ -11,6 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 from urllib.parse import unquote, urlencode, urlsplit
@@ -174,15 +175,19 @@ class Console:
     def view(self, minutes: float = 5.0, columns: int = 1) -> View:
         """What people see of it."""
         view = self.get("/api/view", minutes=minutes, columns=columns)
-        if (
-            View.__required_keys__ <= view.keys()
-            and all(_are([view[name]], Hits.__required_keys__) for name in ("now", "lately", "start"))
-            and _are(view["columns"], Hits.__required_keys__)
-            and _are(view["parts"], Part.__required_keys__)
-            and view["parts"]
-            and all(_are(part["tables"], Table.__required_keys__) for part in view["parts"])
-        ):
-            return cast(View, view)
+        with suppress(KeyError, TypeError):
+            tables = [table for part in view["parts"] for table in part["tables"]]
+            rows = [row for table in tables for row in (table["columns"], *table["rows"])]
+            hits = [view["now"], view["lately"], view["start"], *view["columns"]]
+            if (
+                all(isinstance(row, list) for row in rows)
+                and all(isinstance(column, str) for table in tables for column in table["columns"])
+                and _are([view], View.__required_keys__)
+                and _are(view["parts"] or None, Part.__required_keys__)
+                and _are(tables, Table.__required_keys__)
+                and _are(hits, Hits.__required_keys__)
+            ):
+                return cast(View, view)
         raise self._trouble(_STRANGE)
 
     def explanations(self, most: int, *, tokens: bool = False) -> list[Explanation]:

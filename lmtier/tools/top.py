@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -15,8 +14,9 @@ from lmtier.tools.views import cell_text, headline, rows_of, table_text, tables_
 
 MINUTES = 15.0
 """The minutes of history that a server remembers and `top` shows."""
-_TIERS = ("tier", "state", "full", "capacity", "loading", "storing", "queue")
-_CLIENTS = ("kind", "name", "address", "age", "received", "sent")
+_TIERS = "tier, state, full, capacity, loading, storing, queue"
+_WIDEST = 28  # letters of a name
+_CLIENTS = "kind, name, address, age, received, sent"
 
 
 def hit_rate(hits: Hits) -> str:
@@ -40,7 +40,7 @@ def frame(view: View, name: str, columns: int, rows: int, trouble: str = "") -> 
             for each in view["columns"]
         ),
     ]
-    sources = _bare(tables.get("tokens"), ("tokens", "a second", "lately", "share"), "why missed?", bars=20)
+    sources = _bare(tables.get("tokens"), "tokens, a second, lately, share", "why missed?", bars=20)
     del sources[1:2]  # all that were asked
     tiers = _bare(tables.get("tiers"), _TIERS, "bottleneck?", bars=4)
     tiers += _bare(tables.get("limits"), bars=4)[1:2]  # that of the thread
@@ -62,13 +62,11 @@ def frame(view: View, name: str, columns: int, rows: int, trouble: str = "") -> 
 
 
 def _bare(
-    shown: Table | None, names: Sequence[str] = (), head: str = "", *, bars: int = 0, most: int | None = None
+    shown: Table | None, names: str = "", head: str = "", bars: int = 0, most: int | None = None
 ) -> list[str]:
     """The lines of a table without the rule below its headers; none if there is no such table."""
-    if shown is None:
-        return []
-    headers, _, *lines = table_text(shown, names, most, head=head, bars=bars).splitlines()
-    return [headers, *lines]
+    lines = table_text(shown, names, most, head, bars, _WIDEST).splitlines() if shown is not None else []
+    return lines[:1] + lines[2:]
 
 
 def plain(view: View) -> str:

@@ -129,18 +129,15 @@ def stats(view: View, name: str) -> str:
     for part in view["parts"]:
         texts += [
             *part["notes"],
-            *(table_text(each, _COLUMNS.get(each["name"], ())) for each in part["tables"]),
+            *(table_text(each, _COLUMNS.get(each["name"], "")) for each in part["tables"]),
         ]
     return "\n\n".join(texts)
 
 
 _COLUMNS = {
-    "tokens": ("tokens", "since the start", "of all", "meaning"),
-    "the last prompts that missed": ("ago", "times", "asker", "asked", "hit", "token", "reason"),
-    "tiers": (
-        *("tier", "used", "capacity", "full", "chunks", "loaded", "stored", "queue", "evicted", "failed"),
-        "state",
-    ),
+    "tokens": "tokens, since the start, of all, meaning",
+    "the last prompts that missed": "ago, times, asker, asked, hit, token, reason",
+    "tiers": "tier, used, capacity, full, chunks, loaded, stored, queue, evicted, failed, state",
 }
 """The columns in `stats`, of tables that have more than fit."""
 
@@ -167,31 +164,31 @@ def rows_of(shown: Table | None) -> list[dict[str, Any]]:
 
 
 def table_text(
-    shown: Table, names: Sequence[str] = (), most: int | None = None, *, head: str = "", bars: int = 0
+    shown: Table, names: str = "", most: int | None = None, head: str = "", bars: int = 0, widest: int = 90
 ) -> str:
-    """A table with these columns, or with all but notes, and how many rows are left out.
-
-    `head` is said in place of the first name, and `bars` is the width of a bar beside each share.
-    """
+    """A table with these columns, or with all but notes. `head` is said in place of the first name, `bars` is
+    the width of a bar beside each share, and `widest` that of a text."""
     units = {name: unit.rstrip("+") for name, _, unit in (each.rpartition(" ") for each in shown["columns"])}
-    names = names or [each.rpartition(" ")[0] for each in shown["columns"] if not each.endswith("+")]
+    plain = [each.rpartition(" ")[0] for each in shown["columns"] if not each.endswith("+")]
+    order = names.split(", ") if names else plain
 
     def text(name: str, value: object) -> str:
-        said = cell_text(value, units[name])
-        if bars and units[name] == "share" and isinstance(value, int | float):
+        unit = units.get(name, "text")
+        said = cell_text(value, unit)[:widest]
+        if bars and unit == "share" and isinstance(value, int | float):
             return f"{said:>5}  {bar(value, bars)}"
         return said
 
     rows = rows_of(shown)[:most]
-    cells = [[text(name, row.get(name)) for name in names] for row in rows]
+    cells = [[text(name, row.get(name)) for name in order] for row in rows]
     more = shown["more"] + len(shown["rows"]) - len(rows)
-    lines = table((head or names[0], *names[1:]), cells)
+    lines = table((head or order[0], *order[1:]), cells)
     return f"{lines}\nand {more:,} more" if more else lines
 
 
 def cell_text(value: object, unit: str) -> str:
     if not isinstance(value, int | float) or unit in ("text", "state"):
-        return "-" if value in (None, "") or isinstance(value, list) else str(value)[:90]
+        return "-" if value in (None, "") or isinstance(value, list) else str(value)
     texts: dict[str, Callable[[float], str]] = {
         "count": lambda number: f"{number:,.0f}",
         "share": percent,

@@ -822,10 +822,11 @@ def test_a_list_of_something_else_is_said_in_a_sentence(impostor, capsys, comman
 
 
 @pytest.mark.parametrize("said", [None, 5, "rows", {"a": 1}, [5], [{}]])
-@pytest.mark.parametrize("name", ["now", "columns", "parts", "tables"])
+@pytest.mark.parametrize("name", ["now", "columns", "parts", "tables", "rows"])
 def test_a_view_that_is_none_is_not_believed(impostor, now, name, said):
     view: Any = viewed(now)
-    (view["parts"][0] if name == "tables" else view)[name] = said
+    part = view["parts"][0]
+    {"tables": part, "rows": part["tables"][0]}.get(name, view)[name] = said
     with pytest.raises(Unreachable, match="does not know"):
         Console(impostor(answered(view))).view()
 
@@ -1012,6 +1013,11 @@ def test_a_busy_minute_has_no_gaps_in_its_line(now):
     assert set(frame(viewed(now, *rows, columns=450), "here", 450, 24)[3]) <= {"▄", "▅"}
     now["counted"] |= {"asked": 0, "hit": {}}
     assert set(frame(viewed(now), "here", 80, 24)[3]) == {"·"}, "none were asked"
+
+
+def test_a_client_with_a_long_name_hides_none_of_its_numbers(now):
+    now["clients"][0] |= {"name": "n" * 200, "sent": 3 << 30}
+    assert "3 GiB" in "\n".join(frame(viewed(now), "here", 80, 24))
 
 
 def test_the_view_answers_six_questions_in_their_order(now):
