@@ -165,7 +165,7 @@ def test_importing_lmtier_loads_neither_torch_nor_a_backend():
     assert not loaded & {"torch", "lmtier_backends", "lmtier_integrations", "asyncio", "redis"}
 
 
-def test_a_worker_on_a_gpu_gets_matches_without_tiers_and_metrics():
+def test_a_gpu_worker_gets_matches_without_tiers_or_metrics():
     code = "import sys, lmtier.core.match; print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = set(out.stdout.split())
@@ -242,6 +242,16 @@ def test_no_class_is_longer_than_600_lines():
     assert not [name for name, lines in classes() if lines > 600]
 
 
+def test_a_test_promises_in_50_characters():
+    long = {
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"^ *(?:async )?def test_(\w+)\(", path.read_text(), re.M)
+        if len(name) > 50
+    }
+    assert not long, "a promise that one reads once"
+
+
 def test_no_two_classes_have_one_name():
     often = Counter(name for name, _ in classes())
     assert not [name for name, times in often.items() if times > 1]
@@ -251,7 +261,7 @@ def test_lmtier_is_packages():
     assert len([path for path in CORE if path.parent == ROOTS["lmtier"] and path.stem[:2] != "__"]) <= 6
 
 
-def test_a_lower_tier_says_by_its_class_whether_it_owns_an_index():
+def test_a_lower_tiers_class_says_whether_it_has_an_index():
     """The index of a CUDA device, in copy/cuda/, is another thing."""
     asks = {where(path) for path in MEASURED if re.search(r"\bindex is (not )?None", path.read_text())}
     assert asks == {"lmtier/copy/cuda/device.py"}

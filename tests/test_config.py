@@ -84,7 +84,7 @@ def test_what_is_not_a_duration_says_how_to_write_one(text):
 
 
 @pytest.mark.parametrize("rest", [b"", b"\n", b"\r\n", b"\r\nwhat it is for\r\n"])
-def test_a_secret_is_the_first_line_of_its_file_without_the_lines_end(tmp_path, rest):
+def test_a_secret_is_the_first_line_of_its_file(tmp_path, rest):
     (tmp_path / "salt").write_bytes(" ein Gewürz ".encode() + rest)
     assert first_line("--salt-file", tmp_path / "salt") == " ein Gewürz "
 
@@ -166,7 +166,7 @@ def test_a_configuration_cannot_change():
         ),
     ],
 )
-def test_an_unknown_setting_is_named_with_its_place_and_a_suggestion(env, overrides, words):
+def test_an_unknown_setting_is_named_with_a_suggestion(env, overrides, words):
     with pytest.raises(ConfigError) as error:
         load(env=env, overrides=overrides)
     assert all(word in str(error.value) for word in words)
@@ -193,7 +193,7 @@ def test_an_unknown_setting_in_a_file_names_the_file(tmp_path):
         ("tiers", 5),
     ],
 )
-def test_a_wrong_type_names_the_setting_its_value_and_its_place(name, value):
+def test_a_wrong_type_names_its_setting_value_and_place(name, value):
     with pytest.raises(ConfigError, match=f"{name}=.* from arguments does not fit"):
         load(env={}, overrides={name: value})
 
@@ -269,7 +269,7 @@ def test_a_wrong_time_says_how_to_write_one(read):
     assert str(error.value) == f"{name}='soon' from arguments does not fit: {how}"
 
 
-def test_a_list_of_tiers_that_does_not_fit_shows_no_password():
+def test_an_unfit_list_of_tiers_shows_no_password():
     with pytest.raises(ConfigError) as error:
         load(None, {}, {"tiers": ["redis://:hunter2@host", 5]})
     assert str(error.value) == (
@@ -306,7 +306,7 @@ def test_there_is_one_cpu_tier_above_every_other(tiers):
         Config(tiers=tiers)
 
 
-def test_a_gpu_tier_holds_copies_so_it_is_no_larger_than_what_they_are_copies_of():
+def test_a_gpu_tier_is_no_larger_than_what_it_copies():
     config = Config(tiers=["gpu://?capacity=1GiB&policy=lru", "cpu://?capacity=1GiB"])
     assert config.gpu is not None
     assert (config.gpu.capacity, config.gpu.policy) == (1 << 30, "lru")
@@ -323,7 +323,8 @@ def test_a_tier_that_is_bounded_needs_its_bound(tiers):
         Config(tiers=[each + "?capacty=1GiB" if "?" not in each else each for each in tiers])
 
 
-def test_a_relative_directory_is_refused_with_the_absolute_one(tmp_path, monkeypatch):
+def test_a_relative_directory_is_refused(tmp_path, monkeypatch):
+    """The error shows the absolute one."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"'disk://kv.*': .*is relative.*write disk://{tmp_path}/kv$"):
         Config(tiers=[CPU, "disk://kv?capacity=1GiB"])
@@ -436,7 +437,7 @@ def test_a_server_is_for_this_host_alone_by_default():
     assert set(origins.values()) == {"default"}
 
 
-def test_a_server_has_a_table_in_the_file_and_variables_of_its_own(tmp_path):
+def test_a_server_has_its_own_table_and_variables(tmp_path):
     file = tmp_path / "lmtier.toml"
     file.write_text('chunk_tokens = 64\n[serve]\nlisten = "[::1]:7000"\ngrace = "2m"\nclients = 5\n')
     env = {"LMTIER_SERVE_CLIENTS": "7", "LMTIER_SERVE_INSECURE": "yes", "LMTIER_VERIFY": "off"}

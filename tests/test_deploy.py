@@ -86,7 +86,7 @@ def test_systemd_calls_the_service_safe(unit_file):
     assert done.returncode == 0, done.stdout[-500:]
 
 
-def test_the_units_filter_lets_through_what_the_server_calls():
+def test_the_units_filter_allows_the_servers_calls():
     allowed: set[str] = set()
     for line in unit()["SystemCallFilter"]:
         named = system_calls(line.lstrip("~"))
@@ -118,7 +118,7 @@ def system_calls(group: str) -> set[str]:
     return {each for line in lines if line and not line.startswith("#") for each in system_calls(line)}
 
 
-def test_the_unit_serves_the_example_and_gives_it_time_and_files():
+def test_the_unit_serves_the_example_with_time_and_files():
     service = unit()
     config, serving = settings(DEPLOY / "lmtier.toml")
     assert service["ExecStart"] == ["/opt/lmtier/bin/lmtier serve --config /etc/lmtier/lmtier.toml"]
@@ -130,13 +130,13 @@ def test_the_unit_serves_the_example_and_gives_it_time_and_files():
     assert PurePosixPath("/var/lib") / service["StateDirectory"][0] in disk.parents
 
 
-def test_the_example_is_the_defaults_and_what_it_says_beside_them():
+def test_the_example_differs_from_defaults_only_as_it_says():
     _, serving = settings(DEPLOY / "lmtier.toml")
     assert serving == ServerConfig(unix="/run/lmtier/socket")
     check_exposure(serving, RoleTokens({}))
 
 
-def test_what_the_example_has_commented_out_are_settings_too(tmp_path):
+def test_commented_lines_of_the_example_are_settings_too(tmp_path):
     text = re.sub(r"^# (\w+ = )", r"\1", (DEPLOY / "lmtier.toml").read_text(), flags=re.MULTILINE)
     file = tmp_path / "lmtier.toml"
     file.write_text(text)
@@ -219,7 +219,7 @@ def test_probes_ask_for_what_needs_no_token():
     assert {RIGHTS[path].role for path in paths} == {Role.NONE}
 
 
-def test_the_server_may_be_reached_from_other_hosts_because_it_has_a_token(served):
+def test_the_server_has_a_token_and_may_face_other_hosts(served):
     _, serving = served
     token = PurePosixPath(serving.token_file)
     assert token.parent == MOUNTS["token"]
@@ -228,7 +228,7 @@ def test_the_server_may_be_reached_from_other_hosts_because_it_has_a_token(serve
     check_exposure(serving, RoleTokens({Role.ENGINE: secret["stringData"][token.name]}))
 
 
-def test_every_path_of_the_settings_is_a_mount_that_may_be_written(served):
+def test_every_path_of_the_settings_is_a_writable_mount(served):
     config, serving = served
     writable = {each["mountPath"] for each in SERVER["volumeMounts"] if not each.get("readOnly")}
     assert str(PurePosixPath(serving.unix).parent) in writable
@@ -300,7 +300,7 @@ def test_what_the_image_copies_is_enough_to_build_lmtier(tmp_path):
     assert len(list((tmp_path / "out").glob("lmtier-*.whl"))) == 1
 
 
-def test_the_image_runs_serve_as_the_user_that_kubernetes_names():
+def test_the_image_serves_as_the_user_that_kubernetes_names():
     assert 'ENTRYPOINT ["lmtier", "serve"]' in dockerfile()
     context = POD["securityContext"]
     assert f"USER {context['runAsUser']}:{context['runAsGroup']}" in dockerfile()
@@ -312,7 +312,7 @@ def test_the_image_runs_serve_as_the_user_that_kubernetes_names():
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yml").read_text())["services"]
 
 
-def test_compose_starts_a_server_that_its_health_check_finds(tmp_path):
+def test_compose_starts_a_server_that_its_check_finds(tmp_path):
     """The very words of both files, but for the places."""
     words = [word.replace("/run/lmtier", str(tmp_path)) for word in COMPOSE["lmtier"]["command"]]
     words = [word.replace("/var/lib/lmtier", str(tmp_path)).replace("4GiB", "64MiB") for word in words]
@@ -348,7 +348,7 @@ def test_both_images_run_as_one_user():
     assert len(users) == 1
 
 
-def test_compose_limits_memory_to_the_slab_and_enough_beside_it():
+def test_compose_gives_memory_for_the_slab_and_enough_more():
     (slab,) = re.findall(r"cpu://\?capacity=(\w+)", " ".join(COMPOSE["lmtier"]["command"]))
     assert parse_size(COMPOSE["lmtier"]["mem_limit"].replace("g", "GiB")) >= parse_size(slab) + ENOUGH
 
@@ -374,7 +374,7 @@ def test_the_document_lists_every_setting_with_its_default():
         assert row[1].strip("`") == shown, name
 
 
-def test_the_document_lists_every_command_of_redis_and_no_other():
+def test_the_document_lists_exactly_the_redis_commands():
     (block,) = re.findall(r"## For Redis clients\n\n`([A-Z\s]+)`", (ROOT / "docs/SERVER.md").read_text())
     service = ServerCommands(
         tokens=lambda: RoleTokens({}),

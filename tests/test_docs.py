@@ -63,7 +63,7 @@ def test_prose_that_is_not_plain_fails_the_check(tmp_path, text, complaint):
     assert f"{page}:{complaint}" in done.stdout
 
 
-def test_a_page_that_starts_without_a_command_fails_the_check(tmp_path):
+def test_a_page_without_a_command_at_its_start_fails(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Page\n\nWhat it is for.\n\n## Then\n\n    lmtier ping\n")
     done = check_prose(page)
@@ -79,7 +79,7 @@ def test_every_claim_names_tests_and_scripts_that_exist():
     assert not [each for each in named if not (ROOT / each).exists()]
 
 
-def test_nobody_is_told_to_keep_kv_where_anybody_may_put_some():
+def test_no_text_puts_a_disk_tier_into_a_shared_directory():
     """Such a directory may be made by somebody else first, if its name is known before."""
     shared = re.compile(r"disk://(/var)?/(tmp|dev/shm)\b")
     files = [each for place in PLACES for each in [ROOT / place, *(ROOT / place).rglob("*")]]

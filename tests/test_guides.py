@@ -72,7 +72,7 @@ def test_the_commands_of_the_runbooks_are_understood():
         make_parser().parse_args(words)
 
 
-def test_the_page_about_stability_has_the_versions_of_all_formats():
+def test_the_stability_page_has_the_versions_of_all_formats():
     rows = dict(
         re.findall(r"^\| ([\w ]+) \| `?([\w-]+)`? \| ", (DOCS / "STABILITY.md").read_text(), re.MULTILINE)
     )
@@ -83,7 +83,7 @@ def test_the_page_about_stability_has_the_versions_of_all_formats():
     assert {name: rows[name] for name in now} == {name: str(version) for name, version in now.items()}
 
 
-def test_the_page_on_the_api_names_all_settings_packings_and_dtypes():
+def test_the_api_page_names_settings_packings_and_dtypes():
     page = (DOCS / "API.md").read_text()
     words = {*(each.name for each in fields(Config)), *KNOWN_PACKINGS, *DTYPE_BYTES}
     assert {word for word in words if not re.search(rf'`"?{word}"?`', page)} == set()

@@ -88,7 +88,7 @@ def in_empty(empty: Path, folder: Path, *command: str, **more: str) -> subproces
     )
 
 
-def test_the_wheel_holds_three_typed_packages_and_nothing_else(wheel):
+def test_the_wheel_holds_only_three_typed_packages(wheel):
     folders = {name.split("/")[0] for name in wheel.namelist()}
     metadata = f"lmtier-{lmtier.__version__}.dist-info"
     assert folders == {"lmtier", "lmtier_backends", "lmtier_integrations", metadata}
@@ -150,7 +150,7 @@ def test_the_server_answers_in_an_empty_environment(empty, tmp_path):
         server.wait()
 
 
-def test_the_example_of_the_readme_works_in_an_empty_environment(empty, tmp_path):
+def test_the_readmes_example_works_in_an_empty_environment(empty, tmp_path):
     """Its KV is numpy's here, of bf16's size. The second process finds on disk what the first one stored."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     head = "import logging, numpy as np\nlogging.basicConfig(level='INFO')\n"
@@ -201,7 +201,7 @@ def test_an_unknown_scheme_gets_a_suggestion():
         load_tier("dsik")
 
 
-def test_an_installation_says_in_a_few_lines_what_it_downloads_and_all_if_it_fails(wheel_file, tmp_path):
+def test_an_installation_prints_little_and_all_if_it_fails(wheel_file, tmp_path):
     index = tmp_path / "index" / "simple" / "lmtier"
     index.mkdir(parents=True)
     shutil.copy(wheel_file, index)

@@ -20,9 +20,7 @@ def run(tokens: int, directory: Path, seed: int = 0) -> dict[str, object]:
     return scope
 
 
-def test_the_example_stores_only_what_is_new_and_is_warm_after_a_restart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_the_example_stores_what_is_new_and_restarts_warm(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "lmtier"):
         first = run(24, tmp_path / "kv")
         first["cache"].close()  # type: ignore[attr-defined]

@@ -189,7 +189,8 @@ def test_a_reader_chooses_light_or_dark_and_it_stays(address, browser):
     assert browser.evaluate(paper) == light
 
 
-def test_the_button_copies_commands_alone_and_a_selection_is_as_it_stands(address, browser):
+def test_the_button_copies_commands_alone(address, browser):
+    """A selection is copied as it stands."""
     browser.open(f"{address}REDIS/", width=PHONE)
     copied = browser.evaluate(
         """new Promise(resolve => {

@@ -50,7 +50,7 @@ def test_answers_are_the_same_wherever_kv_comes_from(model, tmp_path, layout, gr
     is_right(scenario(engine, tmp_path, layerwise=layerwise, staging_bytes=STAGING))
 
 
-def test_runs_that_are_copied_as_they_are_give_the_same_answers(tmp_path):
+def test_runs_copied_as_they_are_give_the_same_answers(tmp_path):
     spec = replace(SPEC, dtype=torch.float32)
     engine = Engine(Simulated(3), Model(spec, "cpu"), spec, "HND", "off")
     is_right(scenario(engine, tmp_path, layerwise=True, seed=1, shortest_run=0))
@@ -86,7 +86,7 @@ def test_graphs_change_no_answer(model):
     assert found[0].same_as(found[2])
 
 
-def test_what_waits_for_the_device_can_neither_be_captured_nor_be_in_a_step():
+def test_a_capture_or_a_step_cannot_wait_for_the_device():
     x = torch.zeros(4)
     with pytest.raises(AssertionError, match="waits"), Tape():
         x[0].item()
@@ -94,7 +94,7 @@ def test_what_waits_for_the_device_can_neither_be_captured_nor_be_in_a_step():
         x.nonzero()
 
 
-def test_a_tape_does_the_same_again_with_what_is_there_by_then():
+def test_a_tape_repeats_its_work_on_present_data():
     x, y, factor = torch.ones(2, 3), torch.zeros(3), 2.0
 
     def deed() -> None:

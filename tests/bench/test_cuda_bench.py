@@ -60,7 +60,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_has_measured(monkeypatch, tmp_path
     assert {row["path"].partition(", ")[2] for row in rows} == {"8B, 2k"}
 
 
-def test_nothing_is_measured_in_memory_that_the_driver_refuses_to_lock():
+def test_memory_that_cannot_be_locked_is_not_measured():
     driver, probe = Driver(most=250), import_module("bench.gpu_probe")
     lock = driver.page_lock()
     lock.start()

@@ -62,7 +62,7 @@ def run(*what: str) -> Any:
 
 
 @pytest.mark.parametrize("what", [("ttft", "equal"), ("equal", "ttft"), ("ttft",), ("graphs",)])
-def test_the_first_engine_finds_the_attention_that_all_the_others_use(machine, what):
+def test_later_engines_reuse_the_attention_that_worked(machine, what):
     results = run(*what).results
     tried = [spec["attention"] for spec in machine.specs]
     assert tried == ["FLASH_ATTN", *["TRITON_ATTN"] * len(results)]
@@ -76,7 +76,7 @@ def test_where_no_attention_works_one_engine_is_tried(machine):
     assert bench.print_report() == 1
 
 
-def test_the_rival_has_as_much_memory_as_lmtier_or_is_left_out(machine):
+def test_the_rival_has_equal_memory_or_is_left_out(machine):
     size = gpu_vllm.ON_GPU.slab
     machine.shared_memory = size + GIB
     ours, theirs = (
@@ -89,7 +89,7 @@ def test_the_rival_has_as_much_memory_as_lmtier_or_is_left_out(machine):
     assert run("ttft").results["vLLM OffloadingConnector"] == {"error": "left out: too little shared memory"}
 
 
-def test_prompts_that_were_spoilt_are_asked_again_before_anything_else_is_spoilt():
+def test_spoilt_prompts_heal_before_the_next_are_spoilt():
     names = [name for name, *_ in gpu_vllm.OUR_PHASES]
     assert names.index("spoilt") < names.index("healed") < names.index("spoilt together")
 

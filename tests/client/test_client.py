@@ -158,7 +158,7 @@ def heard(pipe: Connection) -> Any:
 # ---- a cache in another process
 
 
-def test_what_one_process_saved_another_reads_and_no_payload_crosses_the_socket(serve):
+def test_processes_share_payloads_without_the_socket(serve):
     server = serve(chunks=40)
 
     def saves(pipe: Connection) -> None:
@@ -246,7 +246,7 @@ def test_a_long_prompt_goes_in_pieces(serve):
         assert look(client, keys(40_000)) == ["cpu"] * 2
 
 
-def test_many_releases_and_no_other_call_do_not_fill_the_socket(serve):
+def test_many_touches_alone_do_not_fill_the_socket(serve):
     with Client(serve().path) as client:
         for _ in range(3000):
             client.touch(keys(2))
@@ -285,7 +285,7 @@ def test_a_client_clears_what_one_engine_has_stored(serve):
         assert look(good, keys(3)) == ["cpu"] * 3
 
 
-def test_chunks_are_deleted_by_their_keys_also_where_only_a_tier_that_must_be_asked_has_them(serve, tmp_path):
+def test_chunks_are_deleted_by_key_in_shared_tiers(serve, tmp_path):
     with running(tmp_path / "redis") as redis:
         url = f"redis://127.0.0.1:{redis.port}"
         with Client(serve(url, chunks=4).path) as client:
@@ -337,7 +337,7 @@ def test_wrong_uses_raise_as_a_caches_do(serve):
     ],
     ids=["a line", "a command", "a NUL", "129", "64 KiB", "2 MiB", "a byte", "half a character"],
 )
-def test_odd_names_are_refused_in_a_sentence_and_the_connection_goes_on(serve, odd):
+def test_odd_names_are_refused_and_the_connection_stays(serve, odd):
     server = serve()
     with Client(server.path) as client:
         assert store(client, keys(2)) == 2
@@ -359,7 +359,7 @@ def test_odd_names_are_refused_in_a_sentence_and_the_connection_goes_on(serve, o
 # ---- several processes of one engine
 
 
-def test_a_client_killed_while_it_saves_gives_everything_back(serve):
+def test_a_client_killed_in_a_save_gives_everything_back(serve):
     server = serve()
 
     def saves(pipe: Connection) -> None:
@@ -391,7 +391,8 @@ def rank(pipe: Connection, address: str, shard: Shard) -> None:
         pipe.send("done")
 
 
-def test_ranks_commit_what_their_scheduler_reserved_and_one_that_dies_costs_its_shard(serve):
+def test_ranks_commit_what_their_scheduler_reserved(serve):
+    """A rank that dies costs the chunks whose shard it lacks."""
     server = serve()
     left_rank, right_rank = (child(rank, server.path, shard) for shard in (LEFT, RIGHT))
     with (
@@ -413,7 +414,7 @@ def test_ranks_commit_what_their_scheduler_reserved_and_one_that_dies_costs_its_
         assert look(scheduler, keys(3), TWO) == ["cpu"] * 3
 
 
-def test_what_another_process_reserved_is_used_only_where_its_slab_is_seen(serve):
+def test_a_reservation_is_adopted_only_with_its_slab(serve):
     server = serve()
     with (
         Client(server.path, engine=secret("e")) as scheduler,
@@ -435,7 +436,7 @@ def outages(log: pytest.LogCaptureFixture) -> list[str]:
     return [word for record in log.records for word in words if word in record.getMessage()]
 
 
-def test_without_a_server_nothing_is_found_and_nothing_raises(serve, caplog):
+def test_without_a_server_calls_miss_and_do_not_raise(serve, caplog):
     server = serve()
     with Client(server.path) as client:
         store(client, keys(3))
@@ -460,7 +461,7 @@ def test_without_a_server_nothing_is_found_and_nothing_raises(serve, caplog):
     assert outages(caplog) == ["is down"]
 
 
-def test_a_server_that_comes_back_is_used_again_once_nothing_of_the_old_one_is_held(serve, caplog):
+def test_a_restarted_server_is_used_once_old_grants_end(serve, caplog):
     caplog.set_level(logging.INFO, "lmtier")
     server = serve()
     with Client(server.path) as client:
@@ -516,7 +517,8 @@ def test_attempts_to_reach_a_dead_server_cost_nothing(serve):
         assert watch.seconds() < 1
 
 
-def test_a_stalled_server_costs_one_timeout_and_what_it_grants_too_late_is_given_back(serve, caplog):
+def test_a_stalled_server_costs_one_timeout(serve, caplog):
+    """What the server grants too late is given back."""
     caplog.set_level(logging.INFO, "lmtier")
     server = serve()
     with (
@@ -545,7 +547,7 @@ def test_a_stalled_server_costs_one_timeout_and_what_it_grants_too_late_is_given
     assert outages(caplog) == ["is down", "is back"]
 
 
-def test_what_is_surely_not_there_is_not_waited_for_and_is_counted_all_the_same(serve):
+def test_a_sure_miss_is_counted_without_a_round_trip(serve):
     server = serve()
     with Client(server.path) as client:
         client.match(keys(2, "form"), ONE)
@@ -563,7 +565,7 @@ def test_what_is_surely_not_there_is_not_waited_for_and_is_counted_all_the_same(
         assert look(client, keys(5, "new")) == ["cpu"] * 5
 
 
-def test_what_leaves_or_comes_back_after_a_restart_is_known_to_do_so(serve, tmp_path):
+def test_after_a_restart_the_client_knows_what_is_present(serve, tmp_path):
     server = serve(f"disk://{tmp_path}/kv?capacity=64MiB", chunks=4)
     with Client(server.path) as client:
         for name in ("a", "b", "c"):
@@ -583,7 +585,7 @@ def test_what_leaves_or_comes_back_after_a_restart_is_known_to_do_so(serve, tmp_
         server.thaw()
 
 
-def test_who_does_not_wait_for_his_commits_has_them_stored_all_the_same(serve, caplog):
+def test_commits_that_are_not_awaited_are_stored(serve, caplog):
     server = serve()
     with Client(server.path, waits=False) as client, Client(server.path) as other:
         reservation = client.reserve(keys(3), ONE)
@@ -646,7 +648,7 @@ def test_what_is_asked_for_ahead_is_read_later(serve):
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_what_is_asked_for_ahead_and_not_wanted_is_given_back(serve, is_answered):
+def test_an_unwanted_early_reservation_is_given_back(serve, is_answered):
     server = serve()
     with Client(server.path, engine=secret("e")) as client, Client(server.path, engine=secret("e")) as other:
         store(client, keys(1, "form"))
@@ -663,7 +665,7 @@ def test_what_is_asked_for_ahead_and_not_wanted_is_given_back(serve, is_answered
         assert client.reserve(keys(5), ONE).dropped == 0
 
 
-def test_what_is_posted_together_is_sent_together_and_who_waits_does_not_wait_in_vain(serve):
+def test_batched_calls_go_out_together_or_before_a_wait(serve):
     server = serve()
     with Client(server.path) as client:
         store(client, keys(1, "form"))
@@ -683,7 +685,7 @@ def test_what_is_posted_together_is_sent_together_and_who_waits_does_not_wait_in
         assert client.lost == 1
 
 
-def test_what_was_asked_for_ahead_of_a_stall_is_waited_for_once(serve):
+def test_early_reservations_wait_once_for_a_stalled_server(serve):
     server = serve()
     with (
         Client(server.path, timeout=0.3, engine=secret("e")) as client,
@@ -701,7 +703,7 @@ def test_what_was_asked_for_ahead_of_a_stall_is_waited_for_once(serve):
         until(lambda: used(other) == ROOM)
 
 
-def test_what_was_asked_for_of_a_server_that_dies_is_of_no_use(serve):
+def test_a_dead_server_voids_its_early_reservations(serve):
     server = serve()
     with Client(server.path) as client:
         store(client, keys(1, "form"))
@@ -817,7 +819,7 @@ def nonsense(pipe: Connection, listener: socket.socket) -> None:
                         connection.sendall(encode(reply, False))
 
 
-def test_replies_that_mean_nothing_cost_a_connection_at_most(tmp_path):
+def test_nonsense_replies_cost_at_most_one_connection(tmp_path):
     path = str(tmp_path / "liar.sock")
     with socket.create_server(path, family=socket.AF_UNIX) as listener, child(nonsense, listener):
         for number, each in enumerate(NONSENSE):
@@ -837,7 +839,8 @@ def models(client: Client) -> list[tuple[str, str]]:
     return [(each["identity"]["weights"], bytes.fromhex(each["lora"]).decode()) for each in told]
 
 
-def test_a_server_that_comes_back_hears_of_the_model_and_of_no_adapter_of_before(serve):
+def test_a_restarted_server_hears_only_current_adapters(serve):
+    """It hears of the model too, and of no adapter of older weights."""
     server = serve()
     with Client(server.path) as client:
         client.declare(Identity(model="m", weights="old"), ONE)
@@ -852,7 +855,7 @@ def test_a_server_that_comes_back_hears_of_the_model_and_of_no_adapter_of_before
         assert models(client) == [*(("new", f"a{n}") for n in range(2, MAX_MODELS + 1)), ("new", "")]
 
 
-def test_what_computing_takes_is_told_without_a_connection_being_made_for_it(serve):
+def test_the_cost_of_computing_opens_no_connection(serve):
     server = serve()
     with Client(server.path, timeout=0.3) as client:
         client.costs(Cost(0.1, 0.001, 0.0, 0.0))
@@ -900,7 +903,7 @@ def test_what_a_server_does_not_take_is_not_sent(serve):
         assert client.lost == 0
 
 
-def test_an_argument_that_cannot_be_sent_costs_only_its_call(serve):
+def test_an_unsendable_argument_costs_only_its_call(serve):
     """Else the reply of each call would go to the one before."""
     with Client(serve().path) as client:
         store(client, keys(2))
@@ -955,7 +958,7 @@ def test_a_closed_client_keeps_no_memory_of_its_server(serve):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_ended_without_a_connection_is_heard_over_the_next_one(serve, waits):
+def test_a_reconnected_client_reports_what_ended_meanwhile(serve, waits):
     """Its session goes on meanwhile: others of the engine are connected."""
     server = serve()
     with (
@@ -977,7 +980,7 @@ def test_what_ended_without_a_connection_is_heard_over_the_next_one(serve, waits
         until(lambda: used(other) == 0)
 
 
-def test_two_processes_that_save_one_shard_of_one_engine_are_two_engines(serve):
+def test_two_processes_cannot_save_one_shard_of_one_engine(serve):
     """When one of them left, the server would give away what the other one fills."""
     server = serve()
     shard = LAYOUT.whole
@@ -1006,7 +1009,7 @@ def test_a_server_that_takes_nothing_fills_no_memory(serve):
 # ---- forks
 
 
-def test_a_forked_child_has_its_own_connection_and_leaves_its_parents_alone(serve):
+def test_a_forked_child_connects_apart_from_its_parent(serve):
     server = serve()
     with Client(server.path) as client:
         store(client, keys(3))
@@ -1095,7 +1098,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "lmtier")
 
 
-def test_a_prefix_ends_where_the_server_has_a_state_and_the_state_comes_with_it(serve, tmp_path):
+def test_a_prefix_ends_at_a_state_and_brings_it(serve, tmp_path):
     layout = Layout((LayerShape(1, 5000, 0),), "u8", C, C, "state")
     state = form_of(layout, (layout.whole,))
     server = serve(f"disk://{tmp_path}/kv?capacity=16MiB")

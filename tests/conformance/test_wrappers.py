@@ -139,7 +139,7 @@ def test_a_full_tier_still_supplies_and_forgets():
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
-def test_what_is_no_exception_costs_its_job_and_not_the_thread(error):
+def test_a_panic_costs_its_job_and_not_the_thread(error):
     """A panic in an extension, say: without its threads a tier never comes back."""
 
     class Panics(MemoryTier):

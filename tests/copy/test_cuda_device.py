@@ -40,7 +40,7 @@ def test_a_launch_hands_over_its_grid_and_arguments():
 
 
 @pytest.mark.parametrize("count", [1, 10, 10_000])  # the last one in three batches
-def test_copies_are_made_one_by_one_or_in_a_batch_read_in_the_order_of_the_stream(count):
+def test_copies_in_a_batch_equal_single_copies(count):
     driver, size = Driver(cpu().library), 10_000 // count
     source, one_by_one, batch = noise(10_000), np.zeros(10_000, np.uint8), np.zeros(10_000, np.uint8)
     for i in range(count):
@@ -53,7 +53,7 @@ def test_copies_are_made_one_by_one_or_in_a_batch_read_in_the_order_of_the_strea
     assert one_by_one.tobytes() == batch.tobytes() == source.tobytes()
 
 
-def test_batches_are_for_devices_that_take_addresses_of_pinned_memory():
+def test_only_devices_that_address_pinned_memory_batch():
     driver = Driver(cpu().library)
     assert [driver.can_batch(device) for device in (6, 7)] == [False, True]
 
@@ -65,7 +65,7 @@ def test_a_thread_that_pins_does_so_beside_captures():
     assert mode.value == 2
 
 
-def test_what_the_driver_refuses_is_an_error_with_its_own_words():
+def test_a_refused_driver_call_raises_the_drivers_words():
     driver, launch, nothing = Driver(cpu().library), next(launches()), np.zeros((1, 3), np.int64)
     for call in (
         lambda: driver.copy(0, 0, 0, 0),

@@ -94,7 +94,8 @@ def nvrtc() -> Nvrtc:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_kernels_compile_for_gpus_without_a_warning_a_spill_or_local_memory(nvrtc, architecture):
+def test_kernels_compile_without_warnings_or_spills(nvrtc, architecture):
+    """No kernel uses local memory either."""
     watched = [f"--ptxas-options={each}" for each in ("--warn-on-spills", "--warn-on-local-memory-usage")]
     log, code = nvrtc.compile(
         kernels.source(), [*kernels.OPTIONS, f"--gpu-architecture={architecture}", *watched]
@@ -116,7 +117,7 @@ def test_tables_have_the_form_that_the_compiler_gives_them(struct, dtype):
     assert cpu().size_of(struct) == dtype.itemsize
 
 
-def test_arguments_of_a_launch_fit_into_what_every_gpu_takes():
+def test_launch_arguments_fit_every_gpu():
     assert BATCH.itemsize + 6 * 8 <= 4096
 
 
@@ -125,7 +126,7 @@ def test_arguments_of_a_launch_fit_into_what_every_gpu_takes():
 
 @settings(max_examples=150, deadline=None)
 @given(engines(), st.integers(0, 17), st.data())
-def test_gather_writes_the_bytes_that_numpy_writes_and_no_others(made, at, data):
+def test_gather_writes_exactly_the_bytes_of_numpy(made, at, data):
     layout, shard, how = made
     engine_ = engine(layout, shard, **how)
     ids, device = chunk_ids(layout), Device(engine_)
@@ -142,7 +143,7 @@ def test_gather_writes_the_bytes_that_numpy_writes_and_no_others(made, at, data)
 
 @settings(max_examples=150, deadline=None)
 @given(engines(), st.integers(0, 17), st.data())
-def test_scatter_writes_the_bytes_that_numpy_writes_and_no_others(made, at, data):
+def test_scatter_writes_exactly_the_bytes_of_numpy(made, at, data):
     layout, shard, how = made
     ours, theirs = engine(layout, shard, **how), engine(layout, shard, **how)
     ids, device = chunk_ids(layout), Device(ours)
@@ -183,7 +184,7 @@ def test_opaque_blocks_of_any_shape_are_copied():
         ([], 0),
     ],
 )
-def test_chunks_whose_payloads_are_equally_far_apart_take_few_launches(order, launches):
+def test_evenly_spaced_payloads_take_few_launches(order, launches):
     layout = make_layout()
     made, nbytes = engine(layout, blocks=1300), layout.nbytes(layout.whole)
     rng = np.random.default_rng(2)
@@ -198,7 +199,7 @@ def test_chunks_whose_payloads_are_equally_far_apart_take_few_launches(order, la
         assert payload.tobytes() == wanted.tobytes()
 
 
-def test_layers_that_go_by_tables_of_their_own_take_their_own_blocks():
+def test_layers_with_own_tables_take_their_own_blocks():
     layout = make_layout(shapes=(LayerShape(2, 8, 8),) * 4)
     made, other = engine(layout), engine(layout)
     tables, rows = (0, 1, 0, 1), [[1, 2, 3, 4], [-1, 8, 7, 6]]
@@ -309,7 +310,7 @@ def test_a_shard_of_the_heads_is_marked_by_its_own_bytes():
 
 @settings(max_examples=60, deadline=None)
 @given(large_engines(), st.integers(1, 5), st.integers(0, 20_000), st.data())
-def test_all_layers_marks_are_taken_in_one_go_whatever_room_there_is(made, chunks, room, data):
+def test_all_layers_fingerprints_take_one_pass_in_any_room(made, chunks, room, data):
     layout, shard, how = made
     number = shard.end_layer - shard.first_layer
     tables = tuple(data.draw(st.lists(st.integers(0, 1), min_size=number, max_size=number)))
@@ -323,7 +324,7 @@ def test_all_layers_marks_are_taken_in_one_go_whatever_room_there_is(made, chunk
     assert device.all_marks(layers, ids, data.draw(spreads), room) == wanted
 
 
-def test_layers_that_are_alike_take_three_launches_for_their_marks():
+def test_fingerprints_of_like_layers_take_three_launches():
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 5)
     made = engine(layout)
     geometry = Geometry(layout, layout.whole, given_as(made.tensors))

@@ -211,7 +211,8 @@ def test_what_one_engine_saved_another_loads(cache, layerwise, shortest_run):
     assert cache.metrics.value("lmtier_verify_failures_total") == 0
 
 
-def test_a_cpus_engine_loads_what_a_gpu_saved_and_finds_the_same_fingerprints(cache):
+def test_a_cpu_engine_loads_what_a_gpu_saved(cache):
+    """It finds the same fingerprints."""
     gpu = Engine(cache)
     tokens = list(range(16))
     gpu.prefill(tokens, gpu.take(16))
@@ -230,7 +231,7 @@ def test_a_cpus_engine_loads_what_a_gpu_saved_and_finds_the_same_fingerprints(ca
         )
 
 
-def test_a_mover_on_a_gpu_works_with_a_server_as_with_a_cache(serve):  # noqa: F811
+def test_a_gpu_mover_works_with_a_server_as_with_a_cache(serve):  # noqa: F811
     server = serve(chunk_tokens=C)
     with Client(server.path) as ones, Client(server.path) as others:
         one, other = Engine(ones, seed=1), Engine(others, seed=2)
@@ -337,7 +338,7 @@ def live_until_a_race(**faults: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_the_driver_refuses_costs_that_transfer_and_no_byte(seed):
+def test_a_refused_driver_call_costs_a_transfer_and_no_byte(seed):
     """Any call, also the last of many. What was enqueued before it still runs, and nothing may reuse its
     memory before."""
     live(seed, refuses=0.15)
@@ -350,7 +351,7 @@ class Ignored(list[str]):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 1 << 32))
-def test_bytes_are_right_in_every_interleaving_and_no_two_accesses_meet(seed):
+def test_every_interleaving_is_right_and_without_a_race(seed):
     live(seed)
 
 
@@ -384,7 +385,7 @@ def test_a_missing_edge_to_the_place_of_a_copy_is_a_race():
         live_until_a_race(gpu="32KiB", without="load kernels waits for load copies")
 
 
-def test_places_that_are_given_back_before_the_device_is_done_are_a_race(monkeypatch):
+def test_slots_freed_before_the_device_is_done_are_a_race(monkeypatch):
     begin = CudaLoad.__init__
 
     def hurried(self, mover, *arguments):
@@ -424,7 +425,7 @@ def test_nothing_is_visible_before_the_device_is_done(cache):
     assert found(engine, range(16)) == 2
 
 
-def test_extents_of_an_aborted_save_are_not_given_away_while_they_are_written(cache):
+def test_an_aborted_save_keeps_extents_until_writes_end(cache):
     engine = Engine(cache)
     stopped(engine)
     engine.prefill(range(16), engine.take(16), commits=False)
@@ -436,7 +437,7 @@ def test_extents_of_an_aborted_save_are_not_given_away_while_they_are_written(ca
     assert cache.slab.used == 0
 
 
-def test_leases_of_a_load_end_when_the_device_has_read_the_extents(cache):
+def test_leases_of_a_load_end_when_the_device_has_read(cache):
     engine = Engine(cache)
     engine.prefill(range(16), engine.take(16))
     engine.settle()
@@ -452,7 +453,7 @@ def test_leases_of_a_load_end_when_the_device_has_read_the_extents(cache):
     assert load.tokens == 16
 
 
-def test_a_load_that_was_seen_done_needs_no_edge_on_the_device(cache):
+def test_a_load_that_was_seen_done_needs_no_edge(cache):
     """What engines do that keep a request waiting while its KV comes."""
     for seed in range(20):
         engine = Engine(cache, seed=seed, layerwise=False)
@@ -468,7 +469,7 @@ def test_a_load_that_was_seen_done_needs_no_edge_on_the_device(cache):
         engine.settle()
 
 
-def test_a_caller_that_takes_no_context_finishes_and_releases_by_itself(cache):
+def test_outside_a_with_block_the_caller_ends_a_load(cache):
     engine = Engine(cache)
     engine.prefill(range(16), engine.take(16))
     engine.settle()
@@ -481,7 +482,7 @@ def test_a_caller_that_takes_no_context_finishes_and_releases_by_itself(cache):
     cache.release(match)
 
 
-def test_an_exception_in_the_engines_step_aborts_when_the_device_is_done(cache):
+def test_an_engines_error_aborts_once_the_device_is_done(cache):
     engine = Engine(cache)
     stopped(engine)
     blocks = engine.take(16)
@@ -511,7 +512,7 @@ def test_a_commit_that_lacks_a_layer_is_refused_and_aborted(cache):
     assert cache.slab.used == 0
 
 
-def test_a_chunk_that_was_changed_in_the_slab_is_found_and_deleted(cache):
+def test_a_chunk_damaged_in_the_slab_is_found_and_deleted(cache):
     engine = Engine(cache)
     engine.prefill(range(24), engine.take(24))
     engine.settle()
@@ -574,7 +575,7 @@ def test_shards_of_other_ranks_are_put_together(cache, layout):
         assert bits[blocks].tobytes() == layer[[7, 5, 3, 1]].view(torch.int16).numpy().tobytes()
 
 
-def test_the_canary_runs_on_the_device_and_finds_a_kernel_that_misreads(cache):
+def test_the_canary_finds_a_device_kernel_that_misreads(cache):
     engine = Engine(cache)
     engine.kv.geometry.pieces["at"][1] += 32
     engine.kv._piece_table = engine.device.upload(engine.kv.geometry.pieces)
@@ -617,7 +618,7 @@ def test_what_came_over_the_bus_once_does_not_come_again(near_cache, layerwise, 
     assert near_cache.metrics.value("lmtier_verify_failures_total") == 0
 
 
-def test_a_chunk_that_was_loaded_in_part_is_there_as_a_whole(near_cache):
+def test_a_chunk_loaded_in_part_has_a_full_gpu_copy(near_cache):
     one, other = Engine(near_cache, seed=1), Engine(near_cache, seed=2)
     one.prefill(range(16), one.take(16))
     one.settle()
@@ -658,7 +659,7 @@ def test_a_copy_that_is_damaged_is_found_and_forgotten(near_cache):
     assert near_cache.metrics.value("lmtier_verify_failures_total") == 1
 
 
-def test_a_copy_is_not_read_before_the_device_has_put_it_there(near_cache):
+def test_a_gpu_copy_is_not_read_before_it_is_written(near_cache):
     one, other = Engine(near_cache, seed=1), Engine(near_cache, seed=2)
     one.prefill(range(8), one.take(8))
     one.settle()
@@ -733,7 +734,7 @@ def test_places_may_be_decided_elsewhere(cache):
 
 
 @pytest.mark.parametrize("wrong", [[None], [(1 << 20, True), None]])
-def test_a_load_or_save_with_wrong_places_leaves_nothing_behind(near_cache, wrong):
+def test_a_load_with_wrong_slots_keeps_no_lease(near_cache, wrong):
     engine = Engine(near_cache)
     engine.prefill(range(16), engine.take(16))
     engine.settle()
@@ -743,7 +744,7 @@ def test_a_load_or_save_with_wrong_places_leaves_nothing_behind(near_cache, wron
     assert near_cache.index.leased_bytes == 0
 
 
-def test_a_load_that_the_device_refuses_gives_its_places_back(near_cache, monkeypatch):
+def test_a_load_that_the_device_refuses_gives_slots_back(near_cache, monkeypatch):
     engine = Engine(near_cache)
     engine.prefill(range(16), engine.take(16))
     engine.settle()
@@ -760,7 +761,7 @@ def test_a_load_that_the_device_refuses_gives_its_places_back(near_cache, monkey
 
 
 @pytest.mark.parametrize("refused", ["enqueue_copies", "enqueue_fingerprints"])
-def test_a_load_that_is_refused_gives_its_room_for_marks_back(cache, monkeypatch, refused):
+def test_a_refused_load_gives_its_fingerprint_room_back(cache, monkeypatch, refused):
     engine = Engine(cache)
     engine.prefill(range(16), engine.take(16))
     engine.settle()
@@ -776,7 +777,7 @@ def test_a_load_that_is_refused_gives_its_room_for_marks_back(cache, monkeypatch
     assert engine.kv._fingerprints_room.used == 0
 
 
-def test_what_finds_no_room_for_its_mark_is_stored_and_loaded_without(cache, monkeypatch):
+def test_without_fingerprint_room_chunks_save_and_load(cache, monkeypatch):
     engine = Engine(cache)
     all_of_it = engine.kv.take_fingerprints(paging._MARKS_BYTES // (8 * L))
     engine.prefill(range(16), engine.take(16))

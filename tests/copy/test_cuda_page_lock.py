@@ -94,7 +94,8 @@ def test_who_cannot_wait_has_the_rest_pinned_without_pauses(monkeypatch):
     page_lock.close()
 
 
-def test_where_the_driver_refuses_the_rest_stays_as_it_is_and_one_line_says_so(caplog):
+def test_memory_that_the_driver_refuses_stays_unpinned(caplog):
+    """One line of the log says so."""
     driver = Driver(most=250)
     page_lock = driver.page_lock()
     with caplog.at_level(logging.WARNING, "lmtier"):

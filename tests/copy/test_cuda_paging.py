@@ -85,7 +85,7 @@ def test_a_gpu_does_to_every_layout_what_a_cpu_does(made, way, data):
 
 @settings(max_examples=60, deadline=None)
 @given(large_engines(), ways, st.data())
-def test_by_way_of_places_in_gpu_memory_every_layout_arrives_as_without(made, way, data):
+def test_every_layout_arrives_the_same_through_gpu_slots(made, way, data):
     (layout, shard, how), number = made, 3
     ours, theirs = (engine(layout, shard, blocks=number * layout.blocks + 2, **how) for _ in range(2))
     cuda, cpu = on_device(ours, **way), theirs.paged()
@@ -178,7 +178,7 @@ def test_layers_of_a_block_that_lie_together_are_one_copy():
         assert len(geometry.runs(layers, [1 << 20], [np.full_like(ids, -1)], stores=True)) == 0
 
 
-def test_long_runs_take_no_kernel_and_short_ones_one_for_all_chunks():
+def test_long_runs_take_no_kernel_and_short_ones_share_one():
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
     for shortest, wanted in ((0, []), (NEVER, ["gather"])):
         cuda = on_device(engine(layout), shortest_run=shortest)
@@ -191,7 +191,7 @@ def test_long_runs_take_no_kernel_and_short_ones_one_for_all_chunks():
         assert [deed.what for deed in device.history if deed.what not in ("copy", "wait")] == wanted
 
 
-def test_payloads_that_lie_equally_far_apart_cross_the_bus_in_one_call():
+def test_evenly_spaced_payloads_cross_the_bus_in_one_call():
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
     cuda = on_device(engine(layout), shortest_run=NEVER)
     nbytes, ids = cuda.nbytes, [chunk_ids(layout, seed) for seed in range(4)]
@@ -231,7 +231,7 @@ def test_layers_go_in_few_groups_that_are_worth_a_call(monkeypatch):
     assert cuda.layer_groups(1000) == [range(1), range(1, 3), range(3, 5), range(5, 7)]
 
 
-def test_a_run_is_not_cut_into_groups_that_would_need_a_kernel(monkeypatch):
+def test_a_run_is_not_cut_so_short_that_it_needs_a_kernel(monkeypatch):
     monkeypatch.setattr(paging, "GROUP_BYTES", 1)
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 4, n=4, chunk=4)
     memory = np.zeros((10, 4, 2, 4, 64), np.int16)
@@ -243,7 +243,7 @@ def test_a_run_is_not_cut_into_groups_that_would_need_a_kernel(monkeypatch):
         assert len(cuda.layer_groups(1)) == number
 
 
-def test_layers_of_several_tables_come_from_their_own_blocks():
+def test_layers_of_several_tables_take_their_own_blocks():
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 4)
     ours, theirs = engine(layout), engine(layout)
     tables, rows = (0, 1, 0, 1), [[1, 2, 3, 4], [-1, 8, 7, 6]]
@@ -289,7 +289,7 @@ def test_ids_that_the_engine_does_not_have_are_refused():
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12), st.sampled_from([1, 1 << 29]))
-def test_rows_of_one_copy_are_not_too_far_apart_for_the_driver(places, unit):
+def test_rows_of_a_copy_are_within_the_drivers_reach(places, unit):
     """It refuses 2 GiB and more, also where there is one row only."""
     width = 100
     to, source = (
@@ -320,7 +320,7 @@ def test_what_was_taken_of_the_gpu_is_given_back():
 
 
 @pytest.mark.parametrize("last", [0, 2, 5])
-def test_what_was_taken_before_the_gpu_had_no_more_is_given_back(monkeypatch, last):
+def test_memory_taken_before_the_gpu_ran_out_is_freed(monkeypatch, last):
     layout = make_layout(shapes=(LayerShape(2, 32, 32),) * 2)
     made, device = engine(layout), SimulatedDevice(1)
     device.keep(*made.memory)

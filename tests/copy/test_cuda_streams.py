@@ -232,11 +232,12 @@ def lived(seed: int, steps: int = 40, **faults) -> Engine:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_bytes_are_right_in_every_interleaving_and_no_two_accesses_meet(seed):
+def test_every_interleaving_is_right_and_without_a_race(seed):
     lived(seed)
 
 
-def test_the_interleavings_save_and_load_and_meet_every_kind_of_edge():
+def test_the_interleavings_meet_every_kind_of_edge():
+    """The interleavings save and load as well."""
     engines = [lived(seed) for seed in range(12)]
     assert sum(engine.committed for engine in engines) > 12
     assert sum(engine.loaded for engine in engines) > 12
@@ -309,7 +310,7 @@ def nothing(lane: StreamPair) -> None:
         stream.enqueue("work", None)
 
 
-def test_nothing_follows_a_transfer_before_its_event_has_come():
+def test_nothing_follows_a_transfer_before_its_event():
     streams, ended = Streams(), []
     order = TransferOrder(streams)
     store = order.store([1])
@@ -324,7 +325,7 @@ def test_nothing_follows_a_transfer_before_its_event_has_come():
     assert order.poll() == order.under_way == 0
 
 
-def test_a_load_took_what_the_device_took_for_it_not_what_the_engine_computed_before():
+def test_the_time_of_a_load_excludes_earlier_computing():
     streams = Streams()
     order = TransferOrder(streams)
 
@@ -353,7 +354,7 @@ def test_a_transfer_that_was_not_ended_waits_for_its_end():
     assert order.under_way == 1
 
 
-def test_what_was_computed_on_a_load_is_never_finished_before_it():
+def test_a_store_that_used_a_load_never_ends_before_it():
     """Also when both events come while they are being looked at."""
     streams, ended = Streams(), []
     order = TransferOrder(streams)
@@ -392,7 +393,7 @@ def test_the_rest_is_finished_in_a_later_poll_if_one_raises():
     assert ended == [1]
 
 
-def test_blocks_of_a_transfer_with_more_to_come_cannot_be_used_again():
+def test_blocks_of_an_open_transfer_cannot_be_reused():
     order = TransferOrder(Streams())
     store = order.store([1, 2])
     order.store([2, 3])  # both only read
@@ -407,7 +408,7 @@ def test_blocks_of_a_transfer_with_more_to_come_cannot_be_used_again():
         store.end(lambda: None)
 
 
-def test_a_writer_that_waits_for_no_stream_gets_blocks_that_are_at_rest():
+def test_a_writer_without_a_stream_gets_blocks_at_rest():
     order = TransferOrder(Streams())
     first, second = order.store([1]), order.store([2])
     for each in (first, second):
@@ -421,7 +422,7 @@ def test_a_writer_that_waits_for_no_stream_gets_blocks_that_are_at_rest():
     order.drain()
 
 
-def test_transfers_of_other_blocks_do_not_wait_for_each_other():
+def test_transfers_of_different_blocks_do_not_wait():
     streams = Streams()
     order = TransferOrder(streams)
     store = order.store([1])

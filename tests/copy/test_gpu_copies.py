@@ -51,7 +51,7 @@ def put(copies: GpuCopies, run: Placement, form: ChunkForm = WHOLE) -> GpuSlots:
     return places
 
 
-def test_what_a_load_has_put_there_the_next_one_finds_in_its_place():
+def test_the_next_load_finds_gpu_copies_of_the_last():
     copies, run = GpuCopies(8 * PAGE), promised("a", "b")
     first = put(copies, run)
     assert there(first) == [False, False]
@@ -98,7 +98,7 @@ def test_a_load_makes_no_room_of_what_it_reads_itself():
     copies.check()
 
 
-def test_the_extent_of_a_copy_that_is_read_is_nobody_elses_before_that_is_done():
+def test_a_gpu_copy_being_read_keeps_its_extent():
     copies, run = GpuCopies(2 * PAGE), promised("a")
     put(copies, run)
     reading = copies.load(run, WHOLE)
@@ -110,7 +110,7 @@ def test_the_extent_of_a_copy_that_is_read_is_nobody_elses_before_that_is_done()
     copies.check()
 
 
-def test_cleared_with_transfers_under_way_the_room_returns_when_the_last_is_done():
+def test_clearing_frees_room_when_the_last_transfer_ends():
     copies, run = GpuCopies(8 * PAGE), promised("a", "b")
     put(copies, promised("a"))
     one, other = copies.load(run, WHOLE), copies.load(run, WHOLE)
@@ -140,7 +140,7 @@ def test_the_tail_of_a_prompt_leaves_before_its_head():
     assert [key(name) in copies.index for name in "abcxy"] == [True, False, False, True, True]
 
 
-def test_a_run_that_begins_in_its_middle_is_hung_on_what_is_there():
+def test_a_run_from_the_middle_is_linked_to_its_parent():
     """The engine has the beginning itself, mostly."""
     copies = GpuCopies(8 * PAGE)
     put(copies, promised("a", "b"))
@@ -150,7 +150,7 @@ def test_a_run_that_begins_in_its_middle_is_hung_on_what_is_there():
     assert [entry.parent for entry in chain if entry] == [None, *chain[:-1]]
 
 
-def test_a_chunk_that_was_computed_anew_is_not_read_from_its_old_copy():
+def test_a_recomputed_chunk_is_not_read_from_its_old_copy():
     """Its last bits differ, and its fingerprint with them."""
     copies = GpuCopies(8 * PAGE)
     put(copies, promised("a", mark=b"one"))
@@ -159,7 +159,7 @@ def test_a_chunk_that_was_computed_anew_is_not_read_from_its_old_copy():
     assert there(put(copies, promised("a", mark=b"two"))) == [True]
 
 
-def test_chunks_without_a_fingerprint_are_those_whose_fingerprints_are_empty():
+def test_no_fingerprint_equals_empty_fingerprints():
     copies = GpuCopies(8 * PAGE)
     put(copies, promised("a", form=SPLIT), SPLIT)
     empty = replace(promised("a", form=SPLIT), marks={0: (b"", b"")})
@@ -195,7 +195,7 @@ def test_room_in_pieces_is_joined_by_one_more_that_leaves():
     assert len(copies.index) == 2
 
 
-def test_what_is_asked_for_again_stays_when_much_is_asked_for_once():
+def test_a_chunk_used_often_outlasts_many_used_once():
     copies = GpuCopies(8 * PAGE, "auto")
     for _ in range(3):
         put(copies, promised("system"))

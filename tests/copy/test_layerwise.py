@@ -154,7 +154,7 @@ def test_a_load_takes_one_call_a_layer_whatever_was_found(cache, asked, found, o
 @pytest.mark.parametrize("packing", ["token", "planes"])
 @pytest.mark.parametrize("stored_as", [WHOLE, RANKS, STAGES], ids=["whole", "two ranks", "two stages"])
 @pytest.mark.parametrize("order", [range(L), (2, 0, 3, 1)])
-def test_a_layer_is_ready_without_the_later_ones_and_touches_no_other(cache, packing, stored_as, order):
+def test_a_layer_is_ready_alone_and_touches_no_other(cache, packing, stored_as, order):
     """Every layer is garbage in the slab until it is its turn: who reads ahead, or writes aside, is seen."""
     writer = Engine(cache, 1, stored_as)
     blocks = writer.blocks(24)
@@ -269,7 +269,7 @@ def test_what_comes_after_a_gap_is_kept_and_not_matched(cache):
 # ---- saving what grows, stops and comes back
 
 
-def test_a_chunk_of_prompt_and_generated_tokens_is_stored_when_it_is_full(cache):
+def test_a_chunk_of_prompt_and_answer_is_stored_when_full(cache):
     engine, other = Engine(cache, 1), Engine(cache, 2)
     prompt, answer = list(range(20)), list(range(500, 513))
     blocks = engine.blocks(33)
@@ -289,7 +289,7 @@ def test_a_chunk_of_prompt_and_generated_tokens_is_stored_when_it_is_full(cache)
 
 
 @pytest.mark.parametrize("done_before", [0, 16], ids=["in its first chunks", "in its second step"])
-def test_a_preempted_request_is_saved_from_the_blocks_it_has_after_it(cache, place, done_before):
+def test_a_preempted_request_is_saved_from_its_new_blocks(cache, place, done_before):
     engine, other = Engine(cache, 1), Engine(cache, 2)
     blocks = engine.blocks(32)
     if done_before:

@@ -120,7 +120,7 @@ def test_blocks_of_skipped_tokens_are_never_read(cache):
     assert set(reads) == set(blocks[4:])
 
 
-def test_a_skip_that_is_not_whole_chunks_is_refused_before_any_work(cache):
+def test_a_skip_that_ends_inside_a_chunk_is_refused(cache):
     engine = Engine(cache)
     with pytest.raises(LayoutError, match="multiple of chunk_tokens"):
         save(engine, range(32), engine.blocks(32), skip_leading_tokens=12)
@@ -136,7 +136,7 @@ def test_too_few_blocks_drop_that_save_only(cache):
     assert save(engine, range(32), blocks) == 32
 
 
-def test_two_chunks_may_share_a_block_and_one_chunk_may_not_have_it_twice(cache):
+def test_a_block_may_serve_two_chunks_but_not_one_twice(cache):
     engine = Engine(cache)
     blocks = engine.blocks(32)
     with pytest.raises(LayoutError, match=rf"twice among \[{blocks[4]}, {blocks[4]}\]"):
@@ -151,7 +151,7 @@ def test_two_chunks_may_share_a_block_and_one_chunk_may_not_have_it_twice(cache)
 
 @settings(max_examples=30, deadline=None)
 @given(cuts=st.lists(st.integers(1, 15), min_size=1, max_size=6), layerwise=st.booleans())
-def test_chunked_prefill_in_any_steps_stores_what_one_shot_stores(cuts, layerwise):
+def test_chunked_prefill_stores_what_one_step_stores(cuts, layerwise):
     config = Config(tiers=["cpu://?capacity=1MiB"], chunk_tokens=C, prefault=False)
     with Cache(config) as stepwise, Cache(config) as at_once:
         total = sum(cuts)
@@ -292,7 +292,7 @@ def test_a_load_that_lacks_a_layer_is_not_confirmed(cache):
     cache.release(loading.match)
 
 
-def test_a_with_block_that_forgets_a_layer_leaves_nothing_behind(cache):
+def test_a_with_block_that_skips_a_layer_saves_nothing(cache):
     engine = Engine(cache)
     blocks = engine.blocks(16)
 
@@ -364,7 +364,7 @@ def test_ranks_save_one_reservation_together(cache):
     assert all(torch.equal(layer[:4], layer[10:14]) for layer in memory[1])
 
 
-def test_what_was_matched_or_reserved_for_another_model_is_refused(cache):
+def test_grants_for_another_model_are_refused(cache):
     """Its extents are smaller: the chunks behind them would have been overwritten."""
     smaller = replace(layout(), layers=layout().layers[:1])
     tensors = [torch.randn(BLOCKS, layout().layers[0].heads, N, 2 * D).bfloat16()]
@@ -382,7 +382,7 @@ def test_what_was_matched_or_reserved_for_another_model_is_refused(cache):
     assert match.released
 
 
-def test_after_a_failed_verification_the_recomputed_chunks_are_stored_again(cache):
+def test_recomputed_chunks_are_stored_after_a_failed_check(cache):
     engine = Engine(cache)
     blocks = engine.blocks(32)
     save(engine, range(32), blocks)
@@ -415,7 +415,7 @@ def test_the_canary_leaves_the_engine_as_it_was(cache):
     assert all(torch.equal(a, b) for a, b in zip(before, engine.layers, strict=True))
 
 
-def test_the_canary_sees_a_tensor_that_shows_half_of_a_block(cache):
+def test_the_canary_sees_a_tensor_of_half_a_block(cache):
     """What made every released peer serve garbage: K and V in one row, read as if it were K alone."""
     packed = [torch.randn(BLOCKS, H, N, 2 * D).bfloat16() for _ in range(L)]
     half = Layout.uniform(
@@ -465,7 +465,7 @@ def test_the_canary_needs_enough_spare_blocks(cache):
 # ---- fingerprints
 
 
-def test_a_bit_that_flips_in_memory_is_caught_after_the_load(cache):
+def test_a_bit_that_flips_in_memory_is_caught_by_the_load(cache):
     engine = Engine(cache)
     save(engine, range(32), engine.blocks(32))
     victim = cache.index.get(engine.mover.chain(range(32)).keys[2])
@@ -477,7 +477,7 @@ def test_a_bit_that_flips_in_memory_is_caught_after_the_load(cache):
     cache.check()
 
 
-def test_a_load_that_ends_as_it_should_is_compared_and_one_that_fails_is_not(cache):
+def test_only_loads_that_succeed_are_verified(cache):
     engine = Engine(cache)
     save(engine, range(32), engine.blocks(32))
     cache.slab.view(cache.index.get(engine.mover.chain(range(32)).keys[2]).offsets[0], 100)[50] ^= 4
@@ -542,7 +542,7 @@ def test_what_two_ranks_saved_one_rank_loads_and_back(cache):
     assert torch.equal(got[:, :, 0], torch.stack([layer[target[:6]] for layer in other.layers])[:, :, 1])
 
 
-def test_an_engine_with_other_blocks_and_planes_reads_the_same_tokens(cache):
+def test_an_engine_reads_tokens_of_other_blocks_and_planes(cache):
     one = Engine(cache, 1)
     blocks = one.blocks(24)
     save(one, range(24), blocks)
@@ -625,7 +625,8 @@ def test_each_layer_goes_by_its_own_block_table(cache, layerwise):
 
 
 @pytest.mark.parametrize("gone", [1, 2, 5, 8])
-def test_blocks_that_have_left_a_window_are_passed_over_by_a_load_and_end_a_save(cache, gone):
+def test_loads_pass_over_blocks_that_left_a_window(cache, gone):
+    """A save of such blocks is refused."""
     one, other = TwoTables(cache, 1), TwoTables(cache, 2)
     source, target = one.tables(32), other.tables(32)
     save(one, range(32), source)

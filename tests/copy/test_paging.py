@@ -257,7 +257,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @settings(deadline=None, max_examples=300)
 @given(made=engines(), smallest=st.sampled_from([1, 64, 1 << 30]), data=st.data())
-def test_any_engine_memory_saves_and_loads_as_the_definition_says(made, smallest, data):
+def test_any_engine_memory_moves_as_the_definition_says(made, smallest, data):
     layout, shard, how = made
     before, plans._SMALLEST_ROW = plans._SMALLEST_ROW, smallest
     try:
@@ -295,7 +295,7 @@ def free_lists(draw: st.DrawFn) -> list[int]:
 @given(
     made=engines(), smallest=st.sampled_from([1, 64, 1 << 30]), short=st.sampled_from([1, 4]), data=st.data()
 )
-def test_many_chunks_at_once_move_as_each_for_itself_however_they_lie(made, smallest, short, data):
+def test_many_chunks_move_at_once_as_they_move_alone(made, smallest, short, data):
     layout, shard, how = made
     before = plans._SMALLEST_ROW, plans._SHORT_RUN
     plans._SMALLEST_ROW, plans._SHORT_RUN = smallest, short
@@ -336,7 +336,7 @@ def _many_chunks_at_once(layout: Layout, shard: Shard, how: dict[str, Any], data
     assert ours.snapshot() == one_by_one.snapshot()
 
 
-def test_a_prompts_chunks_that_lie_alike_far_apart_are_one_piece():
+def test_evenly_spaced_chunks_of_a_prompt_are_one_piece():
     kv = engine(make_layout(), storage="apart", blocks=40).paged()
     slab = np.zeros(20 * kv.nbytes, np.uint8)
     ids = kv.check(list(range(40)))
@@ -391,7 +391,7 @@ def test_layers_of_one_storage_move_in_one_call(made):
 
 @pytest.mark.parametrize("packing", ["token", "planes"])
 @pytest.mark.parametrize("gap", [0, 1, 8])
-def test_k_and_v_of_one_storage_take_turns_as_the_packing_says(way, packing, gap):
+def test_k_and_v_of_one_storage_alternate_as_packed(way, packing, gap):
     layout = make_layout(packing)
     ours, reference = (engine(layout, two=True, gap=gap) for _ in range(2))
     payload, ids = noise(layout.nbytes(layout.whole)), chunk_ids(layout)
@@ -464,7 +464,7 @@ def test_who_of_a_crew_comes_late_is_not_waited_for():
 
 
 @pytest.mark.parametrize("helpers", [0, 2])
-def test_what_one_of_a_crew_raises_is_raised_when_the_others_are_done(helpers):
+def test_a_copy_thread_that_fails_raises_after_the_others(helpers):
     crew = CopyThreads(helpers)
     copying, ended = threading.Event(), []
 
@@ -558,7 +558,7 @@ CONVERTIBLE = [
 @pytest.mark.parametrize(("packing", "two"), CONVERTIBLE)
 @pytest.mark.parametrize("stored_packing", ["token", "planes", "cpu-vec"])
 @pytest.mark.parametrize(("n", "m"), [(2, 2), (2, 4), (4, 2), (4, 6), (6, 4), (12, 1), (3, 12)])
-def test_every_known_packing_and_block_size_reads_every_other(packing, two, stored_packing, n, m):
+def test_every_packing_and_block_size_reads_every_other(packing, two, stored_packing, n, m):
     layout = make_layout(packing, UNEVEN[:2], n=n, chunk=12)
     stored = make_layout(stored_packing, UNEVEN[:2], n=m, chunk=12)
     for layer, first_block in ((None, 0), (1, 0), (None, 1)):
@@ -594,7 +594,7 @@ def test_conversion_writes_through_where_heads_lie_apart(packing, arrangement):
 
 
 @pytest.mark.parametrize("arrangement", ["NHD", "padded tokens"])
-def test_conversion_is_refused_where_a_packed_head_lies_in_pieces(arrangement):
+def test_conversion_refuses_a_packed_head_in_pieces(arrangement):
     layout, stored = make_layout("planes"), make_layout("token")
     kv = engine(layout, arrangement=arrangement).paged()
     with pytest.raises(LayoutError, match="layer 0: packing 'planes' needs each head's block in one piece"):
@@ -710,7 +710,7 @@ def test_ids_of_blocks_that_are_not_touched_do_not_matter():
     kv.scatter(None, noise(kv.nbytes), [0, 0, 5, 6], first_block=2)
 
 
-def test_behind_a_window_the_blocks_of_each_chunk_are_checked():
+def test_blocks_of_chunks_behind_a_window_are_checked():
     """The first present block is not the first of a chunk. Two chunks may share a block."""
     kv = engine(make_layout()).paged()
     kv.check([-1, 3, 4, 5, 6, 3, 7, 8])
@@ -719,7 +719,7 @@ def test_behind_a_window_the_blocks_of_each_chunk_are_checked():
             kv.check(wrong)
 
 
-def test_a_rank_may_have_no_layer_that_goes_by_the_last_table():
+def test_a_rank_may_have_no_layer_of_the_last_table():
     """Of an engine that gives each rank the tables of all."""
     layout = make_layout()
     ours = engine(layout)
@@ -789,7 +789,7 @@ def test_importing_paging_does_not_import_torch():
 
 @settings(deadline=None, max_examples=60)
 @given(made=engines(), data=st.data())
-def test_the_fingerprint_sees_every_byte_of_its_blocks_and_no_other(made, data):
+def test_the_fingerprint_sees_all_bytes_of_its_blocks_only(made, data):
     layout, shard, how = made
     ours = engine(layout, shard, **how)
     kv, ids = ours.paged(), [9, 0, 4]
@@ -808,7 +808,7 @@ def test_the_fingerprint_sees_every_byte_of_its_blocks_and_no_other(made, data):
 
 @settings(deadline=None, max_examples=60)
 @given(made=engines())
-def test_raw_blocks_can_be_written_and_read_back_and_nothing_else_changes(made):
+def test_writing_raw_blocks_changes_no_other_block(made):
     layout, shard, how = made
     ours = engine(layout, shard, **how)
     kv = ours.paged()
@@ -820,7 +820,7 @@ def test_raw_blocks_can_be_written_and_read_back_and_nothing_else_changes(made):
     assert kv.raw_blocks(others) == kept
 
 
-def test_the_fingerprint_survives_save_and_load_by_either_way(way):
+def test_the_fingerprint_survives_a_save_and_a_load(way):
     layout = make_layout("token", UNEVEN)
     kv = engine(layout).paged()
     payload = bytearray(kv.nbytes)
@@ -830,7 +830,7 @@ def test_the_fingerprint_survives_save_and_load_by_either_way(way):
     assert kv.raw_fingerprint([0, 5, 9, 2]) != kv.raw_fingerprint([0, 5, 2, 9])
 
 
-def test_the_fingerprint_does_not_depend_on_where_the_memory_lies():
+def test_the_fingerprint_ignores_where_the_memory_lies():
     layout = make_layout("planes", n=4)
     kinds = [engine(layout, storage=storage, two=True).paged() for storage in ("stacked", "apart")]
     payload = noise(kinds[0].nbytes)
@@ -840,13 +840,13 @@ def test_the_fingerprint_does_not_depend_on_where_the_memory_lies():
     assert kinds[0].raw_fingerprint([4, 5]) == kinds[1].raw_fingerprint([9, 1])
 
 
-def test_fingerprints_of_layers_fold_into_that_of_the_object():
+def test_fingerprints_of_layers_fold_into_the_objects():
     kv = engine(make_layout()).paged()
     each = [kv.raw_fingerprint([3, 4, 5, 6], layer) for layer in range(3)]
     assert PagedKV.fold(each) == kv.raw_fingerprint([3, 4, 5, 6])
 
 
-def test_the_fingerprint_of_a_single_layer_is_that_of_the_object():
+def test_a_single_layers_fingerprint_is_the_objects():
     kv = engine(make_layout(shapes=EVEN[:1])).paged()
     assert kv.raw_fingerprint([3, 4, 5, 6], 0) == kv.raw_fingerprint([3, 4, 5, 6])
 

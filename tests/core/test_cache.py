@@ -136,7 +136,7 @@ def is_right(cache: Cache, name: bytes, form: ChunkForm) -> bool:
     return right == [True, True]
 
 
-def test_large_chunks_find_room_among_small_ones_that_left_in_no_order(make):
+def test_large_chunks_find_room_among_scattered_small_ones(make):
     """As many small ones leave as the large ones take, the oldest; the rest is moved, bytes and all."""
     cache, names = pieces(make)
     large = keys(6, "large")
@@ -162,7 +162,7 @@ def test_large_chunks_of_two_sizes_close_up(make):
     cache.check()
 
 
-def test_what_somebody_reads_is_not_moved_and_others_are_not_evicted_for_nothing(make):
+def test_chunks_being_read_are_not_moved(make):
     """Every 200th small chunk is leased, so that there is no place for a large one."""
     cache, _ = pieces(make)
     places = {entry.offsets[0] // PAGE: entry.key for entry in cache.index.entries()}
@@ -213,7 +213,7 @@ def test_two_writers_of_one_prefix_keep_one_copy(make):
     assert cache.index.used == 4 * ROOM
 
 
-def test_nothing_is_visible_before_the_last_shard_is_committed(make):
+def test_a_chunk_shows_once_its_last_shard_is_committed(make):
     cache = make(cpu(20))
     reservation = cache.reserve(keys(2), TWO)
     cache.commit(reservation, TWO.shards[0])
@@ -224,7 +224,7 @@ def test_nothing_is_visible_before_the_last_shard_is_committed(make):
     cache.release(match)
 
 
-def test_an_abort_leaves_nothing_visible_and_gives_room_back_when_the_last_rank_is_done(make):
+def test_an_abort_frees_room_when_the_last_rank_is_done(make):
     cache = make(cpu(20))
     reservation = cache.reserve(keys(3), TWO)
     cache.abort(reservation, TWO.shards[0])
@@ -256,7 +256,7 @@ def test_an_empty_range_does_nothing(make):
 # ---- room
 
 
-def test_when_memory_is_short_a_prefix_is_stored_and_never_a_hole(make):
+def test_short_memory_stores_a_prefix_and_never_a_hole(make):
     cache = make(cpu(3))
     assert store(cache, keys(10)) == 3
     assert look(cache, keys(10)) == ["cpu"] * 3
@@ -295,7 +295,7 @@ def test_a_lease_of_two_readers_needs_two_releases(make):
     assert store(cache, keys(2, "new")) == 2
 
 
-def test_an_object_larger_than_the_slab_is_dropped_without_evicting(make):
+def test_an_object_beyond_the_slab_evicts_nothing(make):
     cache = make(cpu(2))
     store(cache, keys(2))
     huge = Layout.uniform(
@@ -421,7 +421,7 @@ def test_a_request_waits_no_longer_than_its_deadline(make):
     assert look(cache, keys(3)) == ["cpu"] * 3, "what arrives late is still of use to the next one"
 
 
-def test_a_cancelled_request_gives_everything_back_at_every_stage(make):
+def test_a_request_cancelled_at_any_stage_holds_nothing(make):
     url = "slow://?capacity=1GiB"
     objects = kept(make, url, keys(3))
     gate = Gate()
@@ -485,7 +485,7 @@ def test_a_gpu_tier_is_its_movers_and_nothing_to_a_cache(make):
     assert not cache.lower
 
 
-def test_a_tier_that_hangs_does_not_take_the_cpu_tier_with_it(make):
+def test_a_tier_that_hangs_spares_the_cpu_tier(make):
     """Its loads never come back: it is blamed, left alone, and cannot hold all of the slab."""
     url = "hung://?capacity=1GiB"
     objects = kept(make, url, *(keys(5, f"old{name}") for name in range(10)))
@@ -543,7 +543,7 @@ def test_closing_ends_in_its_time_whatever_hangs(make, caplog):
     assert "closed before all chunks were written" in caplog.text
 
 
-def test_loads_and_stores_that_hang_together_leave_room_for_others(make):
+def test_hanging_loads_and_stores_leave_room_for_others(make):
     url = "hung://?capacity=1GiB"
     objects = kept(make, url, keys(40, "below"))
     tier = Hung(objects, "read", "write")
@@ -587,7 +587,7 @@ def test_what_was_discarded_is_gone_from_every_tier(make):
     assert len(objects) == 1
 
 
-def test_what_was_stored_since_a_chunk_was_discarded_goes_with_the_next_discard(make):
+def test_a_second_discard_removes_what_was_stored_between(make):
     """As at a server, which is asked by key: `tests/model/test_client_machine.py` compares both."""
     cache = make(cpu(20))
     store(cache, keys(1))
@@ -630,7 +630,7 @@ def test_a_request_may_grow_while_its_match_is_open(make):
     assert cache.index.leased_bytes == 0
 
 
-def test_a_second_request_does_not_inherit_the_deadline_of_the_first(make):
+def test_a_request_does_not_inherit_anothers_deadline(make):
     url = "slow://?capacity=1GiB"
     objects = kept(make, url, keys(3))
     gate = Gate()
@@ -660,7 +660,7 @@ def test_a_form_with_overlapping_shards_is_refused():
         form_of(LAYOUT, (LAYOUT.whole, TWO.shards[0]))
 
 
-def test_a_forked_child_cannot_write_into_its_parents_extents(make):
+def test_a_forked_child_cannot_write_to_its_parents_slab(make):
     cache = make(cpu(4))
     store(cache, keys(1))
     child = os.fork()
@@ -697,7 +697,7 @@ def test_half_of_a_chunk_is_a_miss(make, tmp_path):
 # ---- counters
 
 
-def test_counters_are_exact_over_many_events_and_still_while_idle(make):
+def test_counters_are_exact_when_busy_and_still_when_idle(make):
     cache = make(cpu(200))
     store(cache, keys(100))
     asked = hit = 0
@@ -836,7 +836,7 @@ def test_a_key_that_stands_twice_is_refused():
         cache.check()
 
 
-def test_what_another_cache_made_costs_an_error_and_changes_nothing():
+def test_grants_of_another_cache_raise_and_change_nothing():
     """Its numbers are the same: a release would end the leases of somebody else's match."""
     config = Config(tiers=[cpu(9)], chunk_tokens=C, prefault=False)
     with Cache(config) as one, Cache(config) as other:

@@ -52,7 +52,7 @@ def lookup(names: int, *sources: str, tokens: int | None = None) -> Lookup:
     return match
 
 
-def test_every_token_is_hit_in_one_tier_or_missed_for_one_reason(gauges):
+def test_every_token_counts_as_one_hit_or_one_miss(gauges):
     gauges.fill(3, EntryState.FILLING)
     match = lookup(4, CPU, "disk", tokens=4 * C + 1)
     assert gauges.count_lookup(match) == {"never_stored": C, "being_filled": C, "partial_chunk": 1}
@@ -67,7 +67,7 @@ def test_what_had_been_found_is_missed_for_what_cut_it(gauges):
     assert gauges.count_lookup(match) == {"deadline": C, "never_stored": C}
 
 
-def test_what_lies_behind_a_gap_or_was_evicted_is_told_apart(gauges):
+def test_misses_tell_gaps_from_evictions(gauges):
     gauges.fill(1)
     gauges.fill(2)
     gauges.index.evict(FORM.slab_bytes)

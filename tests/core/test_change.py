@@ -66,7 +66,8 @@ def memory():
         cache.check()
 
 
-def test_a_smaller_memory_evicts_the_oldest_and_a_larger_one_takes_more(memory):
+def test_a_smaller_memory_evicts_the_oldest(memory):
+    """A larger memory takes more."""
     store(memory, names := keys(64))
     changed(memory, capacity=str(16 * ROOM))
     while memory.index.capacity != memory.index.target:
@@ -82,7 +83,7 @@ def test_a_smaller_memory_evicts_the_oldest_and_a_larger_one_takes_more(memory):
     assert memory.metrics.value("lmtier_capacity_bytes", tier="cpu") == 64 * ROOM
 
 
-def test_what_is_in_use_stays_and_the_memory_becomes_smaller_as_it_is_released(memory):
+def test_memory_in_use_shrinks_as_it_is_released(memory):
     store(memory, names := keys(8))
     matches = [memory.match([name], FORM) for name in names]
     changed(memory, capacity=str(2 * ROOM))
@@ -94,7 +95,7 @@ def test_what_is_in_use_stays_and_the_memory_becomes_smaller_as_it_is_released(m
     assert memory.index.used == memory.index.capacity == 2 * ROOM
 
 
-def test_a_smaller_disk_deletes_and_a_restart_finds_what_is_left(tmp_path):
+def test_a_smaller_disk_deletes_files_down_to_its_capacity(tmp_path):
     tiers = [f"cpu://?capacity={64 * ROOM}", f"disk://{tmp_path}/kv?capacity=4MiB"]
     with Cache(Config(tiers=tiers, chunk_tokens=1, prefault=False)) as cache:
         store(cache, keys(60))
@@ -151,7 +152,8 @@ def test_another_policy_keeps_every_chunk_and_its_order(cache, policy):
     assert cache.index.used <= 64 * ROOM
 
 
-def test_a_shorter_ttl_ends_what_is_stored_and_a_longer_one_prolongs_nothing(cache, clock):
+def test_a_shorter_ttl_ends_chunks_that_are_stored(cache, clock):
+    """A longer one prolongs nothing."""
     store(cache, names := keys(2))
     cache.flush()
     changed(cache, ttl="10s")

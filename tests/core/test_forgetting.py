@@ -92,7 +92,7 @@ def files(tmp_path: Path, who: bytes) -> int:
 # ---- what goes and what stays
 
 
-def test_one_tenant_goes_from_everywhere_and_the_others_stay(tmp_path):
+def test_forgetting_one_tenant_leaves_the_others(tmp_path):
     with cache_over(sealed_disk(tmp_path)) as cache:
         for model in (b"mod_", b"othr"):
             save(cache, keys(A, 3, model))
@@ -134,7 +134,7 @@ def test_a_tenant_leaves_a_tier_in_small_steps(monkeypatch):
         assert [entry.key for entry in cache.lower.owned[0].index.entries()] == keys(B, 1500)
 
 
-def test_what_cannot_be_deleted_of_another_tenant_ends_no_wait():
+def test_a_failed_delete_of_another_tenant_ends_no_wait():
     url, tier = "near://?capacity=1GiB", HandTier({}, keeps=True)
 
     def finish(cache: Cache, fault: Reason | None = None) -> None:
@@ -195,7 +195,7 @@ def test_what_was_evicted_before_is_overwritten_too(tmp_path):
         assert not of_memory(cache, A)
 
 
-def test_what_an_engine_reads_now_is_overwritten_when_it_is_done(tmp_path):
+def test_chunks_being_read_are_overwritten_after_the_read(tmp_path):
     with cache_over(sealed_disk(tmp_path)) as cache:
         save(cache, keys(A, 2))
         match = cache.match(keys(A, 2), FORM)
@@ -210,7 +210,7 @@ def test_what_an_engine_reads_now_is_overwritten_when_it_is_done(tmp_path):
         cache.check()
 
 
-def test_what_was_deleted_for_another_reason_while_an_engine_reads_it_is_overwritten_too(tmp_path):
+def test_chunks_cleared_while_read_are_overwritten_too(tmp_path):
     with cache_over(sealed_disk(tmp_path)) as cache:
         save(cache, keys(A, 2))
         match = cache.match(keys(A, 2), FORM)
@@ -221,7 +221,7 @@ def test_what_was_deleted_for_another_reason_while_an_engine_reads_it_is_overwri
         cache.check()
 
 
-def test_a_tier_whose_content_is_not_known_yet_is_waited_for(tmp_path):
+def test_forgetting_waits_for_a_tier_that_still_scans(tmp_path):
     url, gate, inner = "memory://?capacity=1MiB", Gate(), MemoryTier()
     with cache_over(url, tiers={url: MemoryTier(inner.objects)}) as cache:
         save(cache, keys(A, 2))
@@ -235,7 +235,7 @@ def test_a_tier_whose_content_is_not_known_yet_is_waited_for(tmp_path):
         cache.check()
 
 
-def test_a_tenant_cleared_before_the_scan_does_not_come_with_it():
+def test_a_scan_brings_no_tenant_cleared_before_it():
     url, gate, inner = "memory://?capacity=1MiB", Gate(), MemoryTier()
     with cache_over(url, tiers={url: MemoryTier(inner.objects)}) as cache:
         save(cache, keys(A, 2))
@@ -249,7 +249,7 @@ def test_a_tenant_cleared_before_the_scan_does_not_come_with_it():
         cache.check()
 
 
-def test_a_store_that_was_on_its_way_leaves_nothing_readable(tmp_path):
+def test_a_store_under_way_leaves_nothing_readable(tmp_path):
     """It gets a new key after the first was destroyed. That key goes too."""
     gate, ring = Gate(), keyring(1, tenants=str(tmp_path / "tenants"))
     inner = MemoryTier()
@@ -291,7 +291,7 @@ def test_a_tier_that_others_share_is_searched(redis, tmp_path):
 
 
 @pytest.mark.parametrize("sealing", [BY_TIER, NOT])
-def test_a_tier_without_keys_of_tenants_forgets_and_says_what_that_is_worth(tmp_path, sealing):
+def test_a_tier_without_tenant_keys_says_how_it_forgot(tmp_path, sealing):
     url = (
         sealed_disk(tmp_path, tenants=False) if sealing == BY_TIER else f"disk://{tmp_path}/kv?capacity=1GiB"
     )
@@ -302,7 +302,8 @@ def test_a_tier_without_keys_of_tenants_forgets_and_says_what_that_is_worth(tmp_
         assert files(tmp_path, A) == 0
 
 
-def test_a_key_that_cannot_be_destroyed_is_said_and_the_rest_goes(tmp_path, monkeypatch):
+def test_a_key_that_cannot_be_destroyed_is_reported(tmp_path, monkeypatch):
+    """The rest is deleted all the same."""
     with cache_over(sealed_disk(tmp_path)) as cache:
         save(cache, keys(A, 2))
         monkeypatch.setattr("lmtier.tiers.keyring.LOCK", "no/such/folder/lock")
@@ -357,7 +358,7 @@ def test_free_memory_is_overwritten_and_used_memory_is_not():
         assert found(cache, keys(B, 3)) == ["cpu"] * 3
 
 
-def test_memory_is_overwritten_in_as_many_steps_however_many_pieces_are_free(monkeypatch):
+def test_wiping_steps_do_not_grow_with_free_pieces(monkeypatch):
     monkeypatch.setattr("lmtier.core.slab._WIPE_STEP", 8 * FORM.slab_bytes)
     with cache_over() as cache:
         save(cache, keys(A, 32))
@@ -366,7 +367,7 @@ def test_memory_is_overwritten_in_as_many_steps_however_many_pieces_are_free(mon
         assert [*cache.slab.wipe_free()] == [4 * FORM.slab_bytes] * 4
 
 
-def test_extents_that_are_taken_while_memory_is_overwritten_are_not_touched(monkeypatch):
+def test_wiping_spares_extents_taken_meanwhile(monkeypatch):
     monkeypatch.setattr("lmtier.core.slab._WIPE_STEP", FORM.slab_bytes)
     with cache_over() as cache:
         names = iter(keys(A, 20))
@@ -400,7 +401,7 @@ class SharedMemory(MemoryTier):
 SEALED, OPEN = "null://?capacity=1GiB", "far://?write=always"
 
 
-def test_what_the_process_before_had_not_dropped_is_not_found_in_the_one_that_takes_over(tmp_path):
+def test_a_successor_never_finds_a_forgotten_tenants_kv(tmp_path):
     tenants, objects = str(tmp_path / "tenants"), MemoryTier().objects
 
     def sealed() -> dict[str, MemoryTier]:
@@ -426,7 +427,7 @@ def test_what_the_process_before_had_not_dropped_is_not_found_in_the_one_that_ta
             assert found(after, keys(A, 2)) == ["cpu"] * 2
 
 
-def test_the_audit_says_what_is_read_of_a_tenant_forgotten_elsewhere(tmp_path, caplog):
+def test_the_audit_counts_reads_of_a_forgotten_tenant(tmp_path, caplog):
     near, ring = MemoryTier(), keyring(1, tenants=str(tmp_path))
     near.use_keys(ring)
     with cache_over(SEALED, tiers={SEALED: near}) as cache, caplog.at_level(logging.INFO, "lmtier.audit"):
@@ -467,7 +468,7 @@ def test_another_server_gets_nothing_of_a_tenant_who_leaves(tmp_path):
         assert not cache.index.leased_bytes
 
 
-def test_a_tenant_who_is_forgotten_while_a_server_starts_comes_back_when_all_is_dropped(tmp_path):
+def test_a_tenant_forgotten_during_a_start_can_store_again(tmp_path):
     near, ring = MemoryTier(), keyring(1, tenants=str(tmp_path))
     near.use_keys(ring)
     keyring(1, tenants=str(tmp_path)).tenants.forget(A)  # type: ignore[union-attr]  # it has some
@@ -482,7 +483,7 @@ def test_a_tenant_who_is_forgotten_while_a_server_starts_comes_back_when_all_is_
         assert found(cache, keys(A, 2)) == ["cpu"] * 2
 
 
-def test_who_can_hear_of_others_takes_nobody_back_before_they_all_know(tmp_path, monkeypatch):
+def test_a_tenant_is_readmitted_once_all_servers_know(tmp_path, monkeypatch):
     """Until then they could give it what is from before."""
     monkeypatch.setattr("lmtier.core.forgetting.LEARNED_WITHIN", 1000.0)
     near, ring = MemoryTier(), keyring(1, tenants=str(tmp_path))

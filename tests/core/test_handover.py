@@ -149,7 +149,8 @@ def test_damaged_books_are_refused_wherever_the_damage_is(at: int):
             unpack(data[: len(data) * at // 60])
 
 
-def test_books_with_more_than_is_known_are_read_and_books_that_contradict_themselves_are_not():
+def test_a_handover_file_with_extra_facts_is_read():
+    """A file that contradicts itself is refused."""
     with Cache(config(), shared=True) as cache:
         cache.commit(cache.reserve(keys(1), FORM))
         facts, _ = dumped(cache)
@@ -161,7 +162,7 @@ def test_books_with_more_than_is_known_are_read_and_books_that_contradict_themse
             following(cache, facts, config())
 
 
-def test_a_table_of_presence_is_not_changed_before_the_next_cache_owns_it():
+def test_presence_changes_only_once_the_next_cache_owns_it():
     with Cache(config(), shared=True) as cache:
         cache.commit(cache.reserve(keys(1), FORM))
         cache.step()
@@ -175,7 +176,7 @@ def test_a_table_of_presence_is_not_changed_before_the_next_cache_owns_it():
             cache.discard(entry.key, entry.form)
 
 
-def test_a_new_table_of_presence_has_all_chunks_that_come_from_the_cache_before():
+def test_a_new_table_of_presence_has_inherited_chunks():
     """The one before had a tier that must always be asked, so it had no table."""
     with Cache(config(), shared=True) as cache:
         cache.commit(cache.reserve(keys(1), FORM))
@@ -207,7 +208,7 @@ def handed_over(cache: Cache) -> Handover:
     return Handover(facts, os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
 
 
-def test_a_directory_that_was_handed_over_can_be_opened_again_once_it_is_closed(tmp_path: Path):
+def test_a_handed_over_directory_opens_again_once_closed(tmp_path: Path):
     cache = Cache(with_disk(tmp_path), shared=True)
     after = Cache(cache.config, shared=True, handover=handed_over(cache))
     with pytest.raises(TierError, match="is open in process"):

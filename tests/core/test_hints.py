@@ -77,7 +77,8 @@ def test_retained_chunks_stay_for_their_time(cache, time):
     assert there(cache, named(3, "one")) == 0
 
 
-def test_ttl_ends_only_what_no_other_session_needs_and_never_later(cache, time):
+def test_ttl_ends_only_what_no_other_session_needs(cache, time):
+    """A longer time that follows does not prolong it."""
     system = named(2, "system")
     ask(cache, [*system, *named(2, "one")], "one")
     ask(cache, [*system, *named(2, "two")], "two")
@@ -124,7 +125,7 @@ def test_an_end_is_kept_by_what_is_being_read(make, time):
     assert not any(cache.lower[0].is_stored(key, ONE) for key in names)
 
 
-def test_a_prefetch_beside_one_of_the_same_head_reads_all_of_it(make, tmp_path):
+def test_two_prefetches_with_one_head_read_all_of_it(make, tmp_path):
     """Of a chunk that is just loading after a restart only the size at rest is known, behind a codec."""
     tiers = "cpu://?capacity=4MiB", f"disk://{tmp_path}/kv?capacity=4MiB&codec=shuffle-zstd"
     layout = Layout.uniform(
@@ -149,7 +150,7 @@ def test_a_prefetch_beside_one_of_the_same_head_reads_all_of_it(make, tmp_path):
     assert cache.metrics.value("lmtier_tier_failures_total", tier="disk", op="load", reason="corrupt") == 0
 
 
-def test_demoted_chunks_are_written_below_and_leave_first_and_prefetch_brings_them_back(tiered):
+def test_demoted_chunks_leave_first_and_can_be_prefetched(tiered):
     ask(tiered, named(4, "old"), "old")
     ask(tiered, named(4, "one"), "one")
     assert hint(tiered, "demote", session="one") == DONE
@@ -220,7 +221,7 @@ def test_a_tenant_reaches_only_its_own_sessions_and_chunks(cache):
     assert cache.sessions.get(tenant("theirs"), "one") is not None
 
 
-def test_the_same_action_counts_once_but_a_refused_one_can_be_tried_again(cache):
+def test_a_repeated_action_counts_once_unless_refused(cache):
     said = actions_of(envelope("m", ("pin", {"session": "one"})))
     assert [each.result for each in cache.hint(said)] == [REFUSED]
     ask(cache, named(3, "one"), "one")
@@ -231,7 +232,7 @@ def test_the_same_action_counts_once_but_a_refused_one_can_be_tried_again(cache)
     assert [each.result for each in cache.hint(said, tenant("other"))] == [REFUSED]  # ids are a tenant's own
 
 
-def test_unknown_actions_and_versions_are_counted_and_ignored(cache):
+def test_unknown_actions_and_versions_are_only_counted(cache):
     ask(cache, named(3, "one"), "one")
     said = envelope("m", ("fetch", {"from": "elsewhere"}), ("pin", {"session": "one"}))
     said["actions"][1]["action_version"] = "7"
@@ -244,7 +245,7 @@ def test_unknown_actions_and_versions_are_counted_and_ignored(cache):
     assert counted == {"other unknown": 1, "pin unknown": 2}
 
 
-def test_a_hint_that_knows_more_than_this_version_is_refused(cache):
+def test_a_hint_with_unknown_arguments_is_refused(cache):
     ask(cache, named(3, "one"), "one")
     assert hint(cache, "pin", session="one", colour="red") == REFUSED
     for seconds in (0, -1, True, "5", float("nan"), 1e30):
@@ -296,7 +297,7 @@ def test_a_pin_of_a_hint_lasts_a_day_at_most(cache, time):
     assert cache.pinned() == []
 
 
-def test_pins_of_hints_take_a_quarter_and_leave_room_for_those_of_people(cache):
+def test_pins_of_hints_leave_room_for_pins_of_people(cache):
     """Also if their chunks come after the pin."""
     later = [key.hex() for key in named(6, "later")]
     assert hint(cache, "pin", keys=later) == DONE
@@ -322,7 +323,7 @@ def test_pins_of_hints_have_places_and_names_of_their_own(cache):
     assert [pin.name for pin in cache.pinned() if pin.pinned["cpu"]] == [name]
 
 
-def test_a_chunk_that_a_hint_still_wants_stays_when_a_person_lets_go(cache):
+def test_a_chunk_pinned_by_a_hint_outlasts_a_persons_unpin(cache):
     ask(cache, named(3, "one"), "one")
     assert hint(cache, "pin", session="one") == DONE
     assert cache.pin("person", named(3, "one")) == {"cpu": 3}

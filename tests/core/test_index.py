@@ -99,7 +99,7 @@ def key_of_child(entry: Entry) -> bytes:
     return key((chain, number + 1))
 
 
-def test_what_is_leased_does_not_leave_and_leaves_when_released(index: Index):
+def test_a_leased_chunk_leaves_only_after_its_release(index: Index):
     run = fill(index, "a", 3)
     for entry in run:
         index.lease(entry)
@@ -140,7 +140,7 @@ def test_as_many_releases_as_leases(index: Index):
         index.release(entry)
 
 
-def test_room_of_a_removed_entry_returns_with_the_last_lease(index: Index):
+def test_a_removed_entry_frees_room_with_its_last_lease(index: Index):
     (entry,) = fill(index, "a", 1)
     index.lease(entry)
     assert not index.remove(entry)
@@ -150,7 +150,7 @@ def test_room_of_a_removed_entry_returns_with_the_last_lease(index: Index):
     assert index.used == 0
 
 
-def test_evicted_and_never_stored_can_be_told_apart_within_bounds():
+def test_evicted_differs_from_never_stored_within_bounds():
     index = Index(10_000, make_policy("lru"), ghosts=4)
     run = fill(index, "a", 8)
     index.evict(8)
@@ -208,7 +208,7 @@ def test_a_scan_does_not_flush_what_is_seen_again():
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_eviction_gives_up_at_once_when_everything_is_leased(policy: str):
+def test_eviction_stops_at_once_if_all_chunks_are_leased(policy: str):
     index = Index(100_000, make_policy(policy))
     run = fill_flat(index, 100_000)
     for entry in run:

@@ -131,7 +131,7 @@ def test_all_is_loaded_until_both_are_known():
 
 
 @pytest.mark.parametrize("tier", [MemoryTier, Asked], ids=["known", "asked"])
-def test_a_slow_tier_makes_the_engine_compute_and_when_it_recovers_it_is_loaded_from_again(monkeypatch, tier):
+def test_a_slow_tier_is_skipped_until_it_recovers(monkeypatch, tier):
     """Where a tier must be asked, the engine has stored the prompt meanwhile."""
     monkeypatch.setattr(worth, "_FRESH", 0.0)
     with place(tier=tier) as at:
@@ -159,9 +159,8 @@ def test_a_slow_tier_makes_the_engine_compute_and_when_it_recovers_it_is_loaded_
 
 
 @pytest.mark.parametrize(("patience", "explored"), [(3600.0, 0), (0.0, 1)])
-def test_nothing_is_explored_beside_an_engine_that_computes_unless_it_never_ends(
-    monkeypatch, patience, explored
-):
+def test_nothing_is_explored_while_an_engine_computes(monkeypatch, patience, explored):
+    """Beside an engine that never stops computing, a tier is explored in the end."""
     monkeypatch.setattr(worth, "_FRESH", 0.0)
     monkeypatch.setattr("lmtier.core.load_decider.EXPLORED_AT_LAST", patience)
     busy = Cost(0.0, 0.02, 0.0, 0.0)  # a third of a second a prompt
@@ -173,7 +172,7 @@ def test_nothing_is_explored_beside_an_engine_that_computes_unless_it_never_ends
         assert at.count("worth_explored_total", tier="slow") == explored
 
 
-def test_a_tier_that_stalls_costs_what_computing_would_and_a_half_not_the_whole_deadline():
+def test_a_stalled_tier_costs_half_more_than_computing():
     with place() as at:
         for _ in range(3):
             at.ask(CHEAP)
@@ -190,7 +189,7 @@ def test_a_tier_that_stalls_costs_what_computing_would_and_a_half_not_the_whole_
         assert at.cache.flush()
 
 
-def test_a_tier_that_was_never_measured_is_waited_for_once_while_it_stalls():
+def test_an_unmeasured_tier_that_stalls_is_awaited_once():
     with place() as at:
         at.gate.hold()
         first, second = (
@@ -205,7 +204,7 @@ def test_a_tier_that_was_never_measured_is_waited_for_once_while_it_stalls():
         assert at.cache.lower[0].speed.is_measured
 
 
-def test_what_is_read_only_to_measure_a_tier_is_in_no_core_dump():
+def test_a_read_that_measures_a_tier_is_in_no_core_dump():
     tier, url = HandTier({}, keeps=False), "far://"
     config = Config(tiers=("cpu://?capacity=1MiB", url), chunk_tokens=C, prefault=False)
     with Cache(config, tiers={url: tier}) as cache:
@@ -219,7 +218,7 @@ def test_what_is_read_only_to_measure_a_tier_is_in_no_core_dump():
         cache.step()
 
 
-def test_always_loads_what_is_slow_and_never_loads_nothing_that_is_there():
+def test_always_loads_a_slow_tier_and_never_loads_nothing():
     with place(ALWAYS) as at:
         at.tier._delay = 0.2
         for _ in range(2):
@@ -234,7 +233,7 @@ def test_always_loads_what_is_slow_and_never_loads_nothing_that_is_there():
         Config(worth="aut")
 
 
-def test_what_turns_out_to_be_in_the_engine_is_not_waited_for():
+def test_chunks_that_the_engine_has_are_not_waited_for():
     cost = Cost(1e-2, 1e-1, 0.0, 0.0)  # beyond what a busy machine makes of loads of 10 ms
     with place() as at:
         at.learn(cost)
@@ -254,7 +253,7 @@ def test_what_turns_out_to_be_in_the_engine_is_not_waited_for():
         at.cache.check()
 
 
-def test_a_tier_that_is_slow_to_say_what_it_has_is_not_waited_for_until_it_answers_sooner():
+def test_a_tier_with_slow_lookups_is_skipped_until_faster():
     cost = Cost(5e-3, 5e-3, 0.0, 0.0)
     tier, url = SlowTier(Asked()), "asked://"
     config = Config(tiers=[f"cpu://?capacity={8 * ROOM}", url], chunk_tokens=C, prefault=False)
@@ -281,7 +280,7 @@ def test_a_tier_that_is_slow_to_say_what_it_has_is_not_waited_for_until_it_answe
             pytest.fail("nobody waits for it any more")
 
 
-def test_nobody_waits_for_the_word_of_a_tier_from_which_nothing_could_be_worth_it():
+def test_no_lookup_is_awaited_where_no_load_could_pay():
     dear = Cost(1e-3, 1.0, 0.0, 0.0)
     with place(tier=Asked) as at:
         at.tier._delay = 0.2
@@ -299,7 +298,7 @@ def test_nobody_waits_for_the_word_of_a_tier_from_which_nothing_could_be_worth_i
         at.cache.check()
 
 
-def test_what_is_known_to_be_near_is_loaded_at_once_if_the_rest_could_only_be_far():
+def test_near_chunks_load_at_once_if_far_ones_cannot_pay():
     near, far, urls = MemoryTier(), SlowToRead(Asked(), Gate()), ["near://?capacity=1GiB", "far://"]
     config = Config(tiers=[f"cpu://?capacity={8 * ROOM}", *urls], chunk_tokens=C, prefault=False)
     with Cache(config, tiers=dict(zip(urls, [near, far], strict=True))) as cache:
@@ -340,7 +339,7 @@ def asked(delay: float = 0.0) -> Iterator[tuple[Cache, SlowTier, Gate, list[byte
             gate.open()
 
 
-def test_what_is_found_in_time_is_loaded_however_late_the_engine_comes_to_it():
+def test_chunks_found_in_time_are_loaded_by_a_late_engine():
     patient = Cost(1e-2, 1e-2, 0.0, 0.0)  # it answers within a quarter of a second
     with asked() as (cache, _, _, prompt):
         match = cache.match(prompt, FORM, tokens=4 * C + 1, cost=patient)
@@ -353,7 +352,7 @@ def test_what_is_found_in_time_is_loaded_however_late_the_engine_comes_to_it():
         cache.release(match)
 
 
-def test_a_tier_that_does_not_answer_one_engine_in_time_is_trusted_all_the_same():
+def test_a_tier_too_slow_for_one_engine_is_still_trusted():
     with asked() as (cache, _, gate, prompt):
         gate.hold()
         matches = [cache.match(prompt, FORM, tokens=4 * C + 1, cost=CHEAP) for _ in range(10)]
@@ -367,7 +366,7 @@ def test_a_tier_that_does_not_answer_one_engine_in_time_is_trusted_all_the_same(
             cache.release(match)
 
 
-def test_an_engine_that_says_it_has_more_than_the_prompt_breaks_nothing():
+def test_an_engine_that_claims_too_much_breaks_nothing():
     cost = Cost(1e-3, 10.0, 0.0, 0.0)  # however slow the tier is, it is faster
     with place() as at:
         at.learn(cost)
@@ -381,7 +380,7 @@ def test_an_engine_that_says_it_has_more_than_the_prompt_breaks_nothing():
 # ---- the server
 
 
-def test_an_engine_tells_what_computing_takes_and_its_own_lookups_are_decided_by_it():
+def test_lookups_are_decided_by_their_engines_own_costs():
     with place() as at:
         at.tier._delay = 0.2
         at.ask(None)

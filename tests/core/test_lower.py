@@ -100,7 +100,7 @@ def deleting(make, *fail: Op) -> tuple[Cache, FlakyTier]:
     return cache, tier
 
 
-def test_a_tier_that_deletes_nothing_is_written_to_all_the_same(make):
+def test_a_tier_that_deletes_nothing_still_takes_writes(make):
     """Its user may lack the permission. A deletion that is tried again must not take each probe."""
     cache, _ = deleting(make, Op.DELETE)
     below = cache.lower[0]
@@ -134,7 +134,7 @@ def test_a_tier_that_takes_no_writes_deletes_all_the_same(make):
         time.sleep(0.01)
 
 
-def test_a_full_tier_with_an_object_that_cannot_be_deleted_is_written_to_all_the_same(make):
+def test_a_full_tier_writes_beside_an_undeletable_object(make):
     """Its directory may be another user's. The object keeps its room."""
     url = f"bad://?capacity={10 * AT_REST}"
     tier = FlakyTier(MemoryTier(), every=1, reason=Reason.ERROR, ops=())
@@ -170,7 +170,7 @@ def test_locks_that_no_tier_takes_over_are_given_up():
     os.close(read)
 
 
-def test_jobs_that_came_back_late_do_not_hide_older_ones_of_another_kind():
+def test_late_results_of_one_kind_do_not_hide_older_jobs():
     """Reads are late sooner than writes."""
     tier = HandTier({}, keeps=False)
     jobs = Jobs("far", tier, Metrics(), 0.05, lambda op, done: False)
@@ -216,7 +216,7 @@ def one_comes_back(jobs: Jobs, tier: HandTier, which: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("op", "seconds"), [(Op.LOAD, 0.05), (Op.DELETE, 0.5)])
-def test_to_wait_behind_others_that_come_back_is_no_fault_of_the_tier(now, op, seconds):
+def test_a_job_that_waits_behind_moving_ones_is_no_fault(now, op, seconds):
     """A prompt has more chunks than a disk reads in time; a clear has more than it deletes."""
     tier = HandTier({}, keeps=True)
     jobs = queued(now, tier, op, 100)
@@ -230,7 +230,7 @@ def test_to_wait_behind_others_that_come_back_is_no_fault_of_the_tier(now, op, s
 
 
 @pytest.mark.parametrize(("op", "patience"), [(Op.LOAD, 2.0), (Op.DELETE, 20.0)])
-def test_a_tier_that_stops_in_the_middle_of_a_queue_is_paused(now, op, patience):
+def test_a_tier_that_stops_within_a_queue_is_paused(now, op, patience):
     tier = HandTier({}, keeps=True)
     jobs = queued(now, tier, op, 100)
     now[0] += 1.5
@@ -255,7 +255,7 @@ def test_reads_that_come_back_do_not_hide_writes_that_hang(now):
     assert (jobs.up.is_open, jobs.down.is_open) == (False, True)
 
 
-def test_deletions_that_come_back_do_not_hide_stores_that_hang(now):
+def test_deletions_that_return_do_not_hide_hanging_stores(now):
     """With more threads than stores in flight there is always one for a deletion."""
     tier = HandTier({}, keeps=True)
     jobs = queued(now, tier, Op.STORE, 12)
@@ -268,7 +268,7 @@ def test_deletions_that_come_back_do_not_hide_stores_that_hang(now):
     tier.waiting.clear()
 
 
-def test_stores_that_wait_behind_deletions_that_come_back_are_not_late(now):
+def test_stores_behind_deletions_that_return_are_not_late(now):
     """A clear deletes more than a disk can in a while, and what is stored next has its turn afterwards."""
     tier = HandTier({}, keeps=True)
     jobs = queued(now, tier, Op.DELETE, 50)
@@ -299,7 +299,7 @@ def test_a_probe_that_only_waited_ends_too(now):
     assert jobs.up.allows()
 
 
-def test_a_prompt_that_takes_longer_than_its_deadline_pauses_no_healthy_disk(now):
+def test_a_prompt_past_its_deadline_pauses_no_healthy_disk(now):
     """Others would miss what it has, and engines would store it again."""
     tier, url, names = HandTier({}, keeps=True), "near://?capacity=1MiB", keys(20)
     config = Config(tiers=(cpu(30), url), chunk_tokens=C, prefault=False)
@@ -342,7 +342,7 @@ def test_what_only_waited_is_no_fault_in_the_report(now):
         assert (counted["failed"], counted["faults"]) == ({"near": 4}, {})
 
 
-def test_an_object_that_cannot_be_deleted_keeps_no_other_from_its_turn(now):
+def test_an_undeletable_object_keeps_no_other_waiting(now):
     tier, names = HandTier({}, keeps=False), keys(6)
     with Cache(
         Config(tiers=(cpu(30), FAR), chunk_tokens=C, prefault=False),
@@ -376,7 +376,7 @@ def test_an_object_that_cannot_be_deleted_keeps_no_other_from_its_turn(now):
         assert not tier.kept
 
 
-def test_an_object_that_can_never_be_deleted_pauses_no_writes(now):
+def test_an_undeletable_object_pauses_no_writes(now):
     """Values that come too fast would be dropped instead of held back while writes are paused."""
     tier, url = HandTier({}, keeps=True), "near://?capacity=1GiB"
     config = Config(tiers=(cpu(30), url), chunk_tokens=C, prefault=False)
@@ -465,7 +465,8 @@ def test_a_full_queue_drops_and_counts(make, caplog):
     assert cache.stats()["slow"]["chunks"] == 4
 
 
-def test_a_tier_that_cannot_be_opened_fails_the_start_and_closes_the_others(make, tmp_path):
+def test_a_tier_that_cannot_open_fails_the_start(make, tmp_path):
+    """The tiers that are open close again."""
     make(cpu(2), disk(tmp_path / "taken"))
     with pytest.raises(TierError, match="taken"):
         make(cpu(2), disk(tmp_path / "free"), disk(tmp_path / "taken"))

@@ -51,7 +51,7 @@ def arrive(cache: Cache, *found: Lookup) -> None:
         cache.step()
 
 
-def test_what_is_in_the_slab_is_leased_and_what_lies_below_is_known(cache: Cache) -> None:
+def test_a_match_leases_memory_and_names_lower_tiers(cache: Cache) -> None:
     match = begin(cache._matches)
     assert match.sources == [CPU, "slow", "slow", "slow"]
     assert [entry.leases for entry in match.run] == [1]
@@ -99,7 +99,7 @@ def test_what_is_late_is_cut_at_its_deadline(cache: Cache, gate: Gate) -> None:
     cache._matches.release(match)
 
 
-def test_the_work_of_a_step_does_not_grow_with_the_matches_that_are_held(cache: Cache, gate: Gate) -> None:
+def test_a_steps_work_does_not_grow_with_held_matches(cache: Cache, gate: Gate) -> None:
     looked = []
 
     class Deadline(float):
@@ -133,9 +133,7 @@ def test_the_work_of_a_step_does_not_grow_with_the_matches_that_are_held(cache: 
         cache._matches.release(match)
 
 
-def test_what_an_engine_may_have_been_told_of_stays_its_own_even_if_it_is_deleted(
-    cache: Cache, gate: Gate
-) -> None:
+def test_an_offered_chunk_outlives_its_deletion(cache: Cache, gate: Gate) -> None:
     """The engine reads it when it likes: its reply may be the last one that came through."""
     gate.hold()
     match = begin(cache._matches, seconds=0.0)
@@ -149,7 +147,7 @@ def test_what_an_engine_may_have_been_told_of_stays_its_own_even_if_it_is_delete
     assert not first.offsets
 
 
-def test_what_an_engine_may_have_been_told_of_is_given_however_slow_copying_is(cache: Cache) -> None:
+def test_an_offered_chunk_stays_however_slow_copying_is(cache: Cache) -> None:
     before = begin(cache._matches)
     cache._matches.prefetch(before, 2, 0)
     arrive(cache, before)

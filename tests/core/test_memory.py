@@ -57,7 +57,7 @@ def room():
         assert made.slab.view(entry.offsets[0], 32) == entry.key
 
 
-def test_the_oldest_leaves_for_a_new_one_and_its_extents_are_used_again(room):
+def test_the_oldest_leaves_and_its_extents_are_reused(room):
     first = room.add(0)
     offsets = first.offsets
     for name in range(1, PAGES):
@@ -70,7 +70,8 @@ def test_the_oldest_leaves_for_a_new_one_and_its_extents_are_used_again(room):
     assert room.index.why_gone(first.key) == EVICTED
 
 
-def test_room_for_a_whole_prompt_is_made_at_once_and_its_own_head_stays(room):
+def test_room_for_a_prompt_is_made_at_once(room):
+    """The prompt's own head stays."""
     run = [room.add(0)]
     for name in range(1, PAGES):
         room.add(name)
@@ -102,7 +103,7 @@ def test_nothing_leaves_if_that_would_not_be_enough(room):
         room.release(entry)
 
 
-def test_what_is_free_in_pieces_is_joined_by_moving_what_nobody_reads(room):
+def test_free_pieces_are_joined_by_moving_unread_chunks(room):
     entries = [room.add(name) for name in range(PAGES)]
     for entry in entries[::2]:
         room.discard(entry.key)
@@ -134,7 +135,7 @@ def test_moving_takes_no_more_than_a_moment_of_a_step(room, monkeypatch):
     assert room.add(100, LARGE) is not None
 
 
-def test_whoever_reads_what_was_taken_out_keeps_its_bytes_until_the_end(room):
+def test_a_reader_keeps_the_bytes_of_a_deleted_chunk(room):
     entry = room.add(0)
     room.index.lease(entry)
     room.discard(entry.key)
@@ -145,7 +146,7 @@ def test_whoever_reads_what_was_taken_out_keeps_its_bytes_until_the_end(room):
     assert room.slab.used == used - SMALL.slab_bytes
 
 
-def test_what_takes_room_says_what_will_leave_next_and_a_rest_says_nothing(room):
+def test_next_victims_are_named_only_when_memory_is_taken(room):
     assert room.next_victims() == []
     for name in range(PAGES):
         room.add(name)
@@ -153,7 +154,7 @@ def test_what_takes_room_says_what_will_leave_next_and_a_rest_says_nothing(room)
     assert room.next_victims() == []
 
 
-def test_time_ends_by_the_request_or_by_the_tier_whichever_is_sooner(room):
+def test_the_sooner_time_of_request_and_tier_ends_a_chunk(room):
     short, long = room.add(0, end=3.0), room.add(1)
     room.now = 3.0
     room.expire_among([long.key])

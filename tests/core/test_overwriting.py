@@ -106,7 +106,7 @@ def leave_memory(cache: Cache) -> None:
         cache.memory.discard(entry.key)
 
 
-def test_a_thousand_overwrites_during_the_first_write_are_one_more_write(opened):
+def test_many_overwrites_in_one_write_are_one_more_write(opened):
     tier = LoggingTier()
     cache, values = opened({URL: tier})
     assert put(values, b"first")
@@ -127,7 +127,7 @@ def test_a_thousand_overwrites_during_the_first_write_are_one_more_write(opened)
     assert read(cache, values, tier) == b"999"
 
 
-def test_a_restart_finds_one_of_thevalues_at_every_moment(opened):
+def test_a_restart_finds_one_of_the_values_at_every_moment(opened):
     tier = LoggingTier()
     cache, values = opened({URL: tier})
     put(values, b"0")
@@ -146,7 +146,7 @@ def test_a_restart_finds_one_of_thevalues_at_every_moment(opened):
     assert Op.DELETE not in tier.ops
 
 
-def test_a_deletion_between_twovalues_is_acknowledged_once_no_restart_finds_the_first(opened):
+def test_a_delete_ends_when_no_restart_finds_the_old_value(opened):
     tier = LoggingTier()
     cache, values = opened({URL: tier})
     put(values, b"first")
@@ -166,7 +166,7 @@ def test_a_deletion_between_twovalues_is_acknowledged_once_no_restart_finds_the_
     assert tier.values() == [b"second"]
 
 
-def test_a_deletion_of_a_value_that_waits_deletes_the_one_before_too(opened):
+def test_deleting_a_queued_value_deletes_the_older_too(opened):
     tier = LoggingTier()
     cache, values = opened({URL: tier})
     put(values, b"first")
@@ -181,7 +181,7 @@ def test_a_deletion_of_a_value_that_waits_deletes_the_one_before_too(opened):
     assert read(cache, values, tier) is None
 
 
-def test_a_value_that_is_read_below_while_another_one_comes_is_overwritten_after_that(opened):
+def test_a_value_read_below_is_overwritten_after_the_read(opened):
     tier = LoggingTier()
     cache, values = opened({URL: tier})
     put(values, b"first")
@@ -203,7 +203,7 @@ def test_a_value_that_is_read_below_while_another_one_comes_is_overwritten_after
     assert tier.values() == [b"second"]
 
 
-def test_if_the_newer_value_cannot_be_written_the_older_one_goes(opened):
+def test_an_unwritable_new_value_deletes_the_older_one(opened):
     """Otherwise it would be found once the newer one has left memory."""
     tier = LoggingTier()
     cache, values = opened({URL: tier})
@@ -225,7 +225,7 @@ def test_if_the_newer_value_cannot_be_written_the_older_one_goes(opened):
 
 
 @pytest.mark.parametrize("data", [b"2" * 300, b"2" * 5000])
-def test_a_tier_with_room_for_one_value_alone_gets_the_newest_or_none(opened, data):
+def test_a_tier_for_one_value_gets_the_newest_or_none(opened, data):
     """There is no room for both, so the old one is deleted first. One that never fits is dropped."""
     url = f"near://?capacity={2 * PAGE}"
     tier = LoggingTier()
@@ -238,7 +238,7 @@ def test_a_tier_with_room_for_one_value_alone_gets_the_newest_or_none(opened, da
     assert read(cache, values, tier) == data
 
 
-def test_a_tier_that_is_written_on_eviction_keeps_no_older_value(opened):
+def test_writing_on_eviction_keeps_no_older_value(opened):
     url = f"{URL}&write=evicted"
     tier = LoggingTier()
     cache, values = opened({url: tier})
@@ -251,7 +251,7 @@ def test_a_tier_that_is_written_on_eviction_keeps_no_older_value(opened):
     assert tier.kept == {}
 
 
-def test_a_value_that_comes_during_the_scan_overwrites_the_one_that_the_scan_finds(opened):
+def test_a_value_put_during_the_scan_overwrites_the_scanned(opened):
     before = LoggingTier()
     cache, values = opened({URL: before})
     put(values, b"first")
@@ -265,7 +265,7 @@ def test_a_value_that_comes_during_the_scan_overwrites_the_one_that_the_scan_fin
     assert tier.values() == [b"second"]
 
 
-def test_of_two_tiers_that_differ_after_a_kill_the_one_that_was_read_counts(opened):
+def test_of_two_differing_tiers_the_one_that_was_read_wins(opened):
     near, far = LoggingTier(), LoggingTier()
     urls = URL, "far://?capacity=1GiB"
     cache, values = opened(dict(zip(urls, (near, far), strict=True)))
@@ -293,7 +293,7 @@ def handed_over(cache: Cache, *, is_known: bool = True) -> Handover:
     return Handover(unpack(writer.pack()), os.dup(cache.slab.fd), os.dup(cache.presence.own), locks)
 
 
-def test_the_next_cache_writes_the_value_that_waits_over_the_one_that_is_stored(opened):
+def test_the_next_cache_writes_a_queued_value_over_the_old(opened):
     tier = LoggingTier()
     cache, values = opened({URL: tier}, shared=True)
     put(values, b"first")
@@ -312,7 +312,7 @@ def test_the_next_cache_writes_the_value_that_waits_over_the_one_that_is_stored(
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_the_next_cache_finds_no_older_value_in_a_tier_that_is_not_the_first_any_more(opened, is_known):
+def test_the_next_cache_finds_no_old_value_below_a_new_tier(opened, is_known):
     tier, fast = LoggingTier(), LoggingTier()
     url, new = "near://a?capacity=1GiB", "near://b?capacity=1GiB"
     cache, values = opened({url: tier}, shared=True)
@@ -332,7 +332,8 @@ def test_the_next_cache_finds_no_older_value_in_a_tier_that_is_not_the_first_any
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_the_next_cache_finds_no_older_value_than_one_that_left_before_it_was_written(opened, is_known):
+def test_a_value_lost_unwritten_leaves_no_older_one_behind(opened, is_known):
+    """The next cache finds neither."""
     tier = LoggingTier()
     cache, values = opened({URL: tier}, shared=True)
     put(values, b"first")

@@ -34,7 +34,7 @@ from tests.core.test_shared import M, N, finish, of, settle
 from tests.model.hand import HandTier
 
 
-def test_a_restart_finds_a_warm_disk_before_anything_is_computed(make, tmp_path):
+def test_a_restart_finds_a_warm_disk_before_any_load(make, tmp_path):
     cache = make(cpu(20), disk(tmp_path / "kv"))
     store(cache, keys(5))
     cache.close()
@@ -56,7 +56,7 @@ def test_disk_capacity_is_exact_and_the_files_agree(make, tmp_path):
     assert cache.metrics.value("lmtier_evictions_total", tier="disk", cause="capacity") == 13
 
 
-def test_the_work_to_begin_loads_grows_with_their_number_alone(make, tmp_path, monkeypatch):
+def test_the_work_to_begin_loads_is_linear_in_their_number(make, tmp_path, monkeypatch):
     url = disk(tmp_path / "kv", chunks=200, ttl="1h")
     cache = make(cpu(200), url)
     store(cache, keys(200))
@@ -108,14 +108,14 @@ def test_after_a_kill_a_tail_is_still_older_than_its_head(make, tmp_path):
     assert len(set(order)) == 6
 
 
-def test_an_object_larger_than_a_tier_is_refused_without_evicting(make, tmp_path):
+def test_an_object_larger_than_a_tier_evicts_nothing(make, tmp_path):
     cache = make(cpu(20), f"disk://{tmp_path}/kv?capacity={AT_REST - 1}")
     store(cache, keys(1))
     assert not cache.flush(), "it is not there"
     assert cache.metrics.value("lmtier_dropped_tokens_total", tier="disk", reason="larger_than_tier") == C
 
 
-def test_a_full_tier_drops_what_it_cannot_take_and_counts_it(make):
+def test_a_full_tier_drops_and_counts_what_does_not_fit(make):
     url = "full://?capacity=1GiB"
     cache = make(cpu(50), url, opened={url: FullTier(MemoryTier())})
     store(cache, keys(3))
@@ -136,7 +136,7 @@ def test_a_full_disk_can_still_be_read(make):
     assert look(cache, keys(3)[1:]) == ["full"] * 2, "one left, and it did not help"
 
 
-def test_storage_with_less_room_than_its_capacity_is_used_as_far_as_it_goes(make):
+def test_storage_smaller_than_its_capacity_is_used_fully(make):
     """What comes takes the place of what is there; when others let go, the tier grows again."""
     url, now, tier = "small://?capacity=1GiB", [0.0], RoomyTier(5)
     config = Config(tiers=[cpu(60), url], chunk_tokens=C, prefault=False)
@@ -160,7 +160,7 @@ def test_storage_with_less_room_than_its_capacity_is_used_as_far_as_it_goes(make
         cache.check()
 
 
-def test_storage_that_takes_nothing_though_others_left_is_asked_less_and_less(make):
+def test_storage_that_takes_nothing_is_asked_less_and_less(make):
     url, now, tier = "small://?capacity=1GiB", [0.0], RoomyTier(10)
     config = Config(tiers=[cpu(200), url], chunk_tokens=C, prefault=False)
     with Cache(config, tiers={url: tier}, clock=lambda: now[0]) as cache:
@@ -181,7 +181,7 @@ def test_storage_that_takes_nothing_though_others_left_is_asked_less_and_less(ma
         assert cache.flush()
 
 
-def test_a_capacity_beyond_the_storage_is_said_and_not_believed(make, caplog):
+def test_a_capacity_beyond_the_storage_is_cut_and_logged(make, caplog):
     url, tier = "small://?capacity=1GiB", RoomyTier(5)
     tier.storage_bytes = 5 * AT_REST
     cache = make(cpu(60), url, opened={url: tier})
@@ -193,7 +193,7 @@ def test_a_capacity_beyond_the_storage_is_said_and_not_believed(make, caplog):
     assert cache.metrics.value("lmtier_tier_failures_total", tier="small", op="store", reason="full") == 0
 
 
-def test_a_scan_that_fails_is_tried_again_and_nothing_is_written_before(make):
+def test_a_failed_scan_repeats_before_anything_is_written(make):
     class Unreadable(MemoryTier):
         def scan(self):
             if failing:
@@ -237,7 +237,7 @@ def test_a_chunk_that_lost_a_shard_is_stored_again(make, tmp_path):
     assert look(cache, keys(2), TWO) == ["disk"] * 2
 
 
-def test_what_is_discarded_while_a_tier_is_still_being_scanned_does_not_come_back_with_the_scan(make):
+def test_a_chunk_discarded_during_a_scan_does_not_return(make):
     url, gate, chain = "late://?capacity=1GiB", Gate(), keys(3)
     objects = kept(make, url, chain)
     gate.hold()
@@ -307,7 +307,7 @@ def late():
 
 
 @pytest.mark.parametrize(("before", "now"), [(TWO, ONE), (ONE, TWO)])
-def test_what_is_discarded_during_a_scan_goes_in_every_form_that_the_scan_finds(late, before, now):
+def test_a_discard_during_a_scan_covers_all_found_forms(late, before, now):
     chain = keys(3)
     cache = late.open(chain, form=before)
     store(cache, chain, now)
@@ -321,7 +321,7 @@ def test_what_is_discarded_during_a_scan_goes_in_every_form_that_the_scan_finds(
 
 
 @pytest.mark.parametrize("form", [ONE, TWO])
-def test_what_is_replaced_during_a_scan_is_what_the_next_start_finds(late, form):
+def test_a_restart_finds_what_replaced_a_scanned_value(late, form):
     chain = keys(2)
     cache = late.open(chain, form=form)
     store(cache, chain, ONE)
@@ -348,7 +348,7 @@ def test_a_clear_during_a_scan_forgets_what_the_scan_finds(late):
     assert look(cache, theirs, TWO) == ["late"] * 2
 
 
-def test_what_is_suspect_during_a_scan_goes_once_the_scan_has_found_it(late):
+def test_a_suspect_is_deleted_once_the_scan_has_found_it(late):
     """Nobody may read it for months, and a later process knows nothing of the suspicion."""
     ours, theirs = [[namespace(name) + key[4:] for key in keys(2)] for name in ("m", "n")]
     cache = late.open(ours, theirs, form=TWO)
@@ -361,7 +361,7 @@ def test_what_is_suspect_during_a_scan_goes_once_the_scan_has_found_it(late):
     assert look(cache, theirs, TWO) == ["late"] * 2
 
 
-def test_a_purge_of_kv_gives_up_no_value_that_waits_to_be_written(late):
+def test_clearing_kv_keeps_values_that_wait_to_be_written(late):
     """Values were acknowledged, and a clear by headers does not concern them."""
     cache = late.open()
     assert store(cache, [value_key(b"a"), value_key(b"b")]) == 2
@@ -382,7 +382,7 @@ def test_a_clear_of_all_during_a_scan_leaves_nothing(late):
     assert late.objects == {}
 
 
-def test_what_is_larger_than_its_tier_is_deleted_and_costs_no_other_chunk(late):
+def test_a_stored_object_beyond_its_tier_costs_no_other(late):
     cache = late.open(keys(1), capacity=str(8 * AT_REST))
     huge = next(iter(late.objects))._replace(key=bytes(32))
     late.objects[huge] = bytes(9 * AT_REST)
@@ -392,7 +392,7 @@ def test_what_is_larger_than_its_tier_is_deleted_and_costs_no_other_chunk(late):
     assert look(cache, keys(1)) == ["late"]
 
 
-def test_what_could_not_be_written_over_is_deleted_in_one_job(make):
+def test_a_failed_overwrite_is_deleted_in_one_job(make):
     """In two, the first to end would let a new one be stored beside the second, which deletes it."""
     tier = HandTier({}, keeps=True)
     url = "hand://?capacity=" + str(TWO.stored_bytes)
@@ -416,7 +416,7 @@ def test_what_could_not_be_written_over_is_deleted_in_one_job(make):
     assert cache.stats()["hand"]["used"] == 0
 
 
-def test_the_books_agree_while_what_is_too_much_for_a_smaller_capacity_is_deleted(make):
+def test_the_counts_agree_while_a_smaller_tier_deletes(make):
     objects = kept(make, "near://?capacity=1MiB", keys(6))
     tier, url = HandTier(objects, keeps=True), f"near://?capacity={2 * AT_REST}"
     cache = make(cpu(9), url, opened={url: tier})
@@ -433,7 +433,7 @@ def test_the_books_agree_while_what_is_too_much_for_a_smaller_capacity_is_delete
     assert len(objects) == 2
 
 
-def test_of_a_tier_with_an_index_all_headers_are_read_a_few_at_a_time():
+def test_indexed_headers_are_read_a_few_at_a_time():
     tier = HandTier({}, keeps=True)
     tiers = ("cpu://?capacity=1MiB", "far://?capacity=1MiB")
     with Cache(
@@ -500,7 +500,7 @@ def test_a_chunk_that_cannot_be_read_is_stored_again(make):
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["failed once", "given up"])
-def test_a_chunk_that_cannot_be_read_is_forgotten_when_it_leaves(make, times):
+def test_an_unreadable_chunk_is_forgotten_when_it_leaves(make, times):
     chain = of(M, 3)
     cache, tier = damaged(make, chain)
     for _ in range(times):
@@ -547,7 +547,7 @@ def test_a_storage_that_is_away_for_a_while_loses_nothing(make, search):
     cache.check()
 
 
-def test_a_search_for_suspects_ends_although_one_cannot_be_read(make):
+def test_a_search_for_suspects_ends_despite_unreadable_ones(make):
     chain = of(M, 3)
     cache, tier = damaged(make, chain)
     cache.clear(Selector(by="bad"))
@@ -562,7 +562,7 @@ def test_a_search_for_suspects_ends_although_one_cannot_be_read(make):
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["owned", "shared"])
-def test_no_suspect_is_forgotten_before_its_search_has_ended(keeps):
+def test_no_suspect_is_forgotten_before_its_search_ends(keeps):
     """However many come meanwhile: a script names twenty engines, one after the other."""
     tier = HandTier({}, keeps=keeps)
     tiers = ("cpu://?capacity=1MiB", "far://?capacity=1MiB" if keeps else "far://")
@@ -589,7 +589,7 @@ def test_no_suspect_is_forgotten_before_its_search_has_ended(keeps):
         cache.check()
 
 
-def test_a_search_for_suspects_looks_at_some_chunks_at_a_time(make, monkeypatch):
+def test_a_search_for_suspects_takes_a_few_chunks_a_step(make, monkeypatch):
     """Others have to get their turns. From its beginning on none is loaded."""
     url, looked = "near://?capacity=1GiB", []
     objects: dict[Name, bytes] = {}

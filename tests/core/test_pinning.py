@@ -99,7 +99,7 @@ def places():
     return {label: Index(8 * ROOM, make_policy("lru")) for label in ("cpu", "near")}
 
 
-def test_it_holds_what_is_there_in_every_place_and_what_comes_later(places, time):
+def test_a_pin_holds_present_and_later_chunks_everywhere(places, time):
     pinning = NamedPins(places, time)
     first, second = keys(2)
     places["cpu"].add(first, ONE, ROOM, EntryState.READY, None)
@@ -114,7 +114,7 @@ def test_it_holds_what_is_there_in_every_place_and_what_comes_later(places, time
         index.check()
 
 
-def test_a_pin_that_is_refused_in_one_place_changes_nothing_in_any(places, time):
+def test_a_refused_pin_changes_nothing_in_any_place(places, time):
     pinning = NamedPins(places, time)
     names = keys(5)
     for name in names:
@@ -154,7 +154,8 @@ def test_what_is_pinned_stays_until_it_is_unpinned(make):
     assert cache.index.leased_bytes == 0
 
 
-def test_it_stays_in_every_tier_where_it_is_and_is_not_brought_up(make):
+def test_a_pinned_chunk_stays_in_its_tier(make):
+    """It stays in every tier that has it, and is not brought up."""
     url, objects = f"near://?capacity={8 * AT_REST}&policy=lru", Objects()
     cache = make(cpu(4), url, opened={url: MemoryTier(objects)})
     store(cache, keys(3))
@@ -237,7 +238,7 @@ def test_time_is_stronger_than_a_pin_and_force_too(make, time):
     cache.check()
 
 
-def test_a_pinned_chunk_that_is_discarded_gives_its_room_back(make):
+def test_a_discarded_pinned_chunk_gives_its_room_back(make):
     cache = make(cpu(8))
     store(cache, keys(2))
     cache.pin("p", keys(2))
@@ -249,7 +250,7 @@ def test_a_pinned_chunk_that_is_discarded_gives_its_room_back(make):
     cache.check()
 
 
-def test_what_is_written_below_while_it_is_pinned_stays_there(make):
+def test_a_pin_extends_to_tiers_written_later(make):
     url, objects = f"near://?capacity={8 * AT_REST}", Objects()
     cache = make(cpu(8), url, opened={url: MemoryTier(objects)})
     store(cache, keys(2))

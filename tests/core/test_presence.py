@@ -101,7 +101,7 @@ class Asked(MemoryTier):
     keeps = False
 
 
-def test_it_is_trusted_only_where_every_tier_knows_what_it_holds():
+def test_presence_is_trusted_only_where_all_tiers_know():
     config = Config(tiers=["cpu://?capacity=1MiB", "asked://"], prefault=False)
     with Cache(config, tiers={"asked://": Asked()}, shared=True) as cache:
         assert cache.presence is None

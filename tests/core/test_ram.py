@@ -95,7 +95,7 @@ def test_where_nothing_is_said_everything_is_taken(tmp_path: Path):
     check("tier 'x'", 1 << 50, tmp_path)
 
 
-def test_a_slab_beyond_the_machine_is_refused_in_one_sentence():
+def test_a_slab_beyond_the_machine_is_refused():
     with pytest.raises(ConfigError) as refused:
         Cache(Config(tiers=("cpu://?capacity=1024TiB",)))
     assert "tier 'cpu://?capacity=1024TiB': " in str(refused.value)

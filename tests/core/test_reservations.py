@@ -57,7 +57,7 @@ def made():
     assert not made.open
 
 
-def test_only_what_is_missing_gets_extents_and_what_is_there_is_skipped(made):
+def test_only_missing_chunks_get_extents(made):
     made.commit(made.save(KEYS[:2]), None, None)
     reservation = made.save(KEYS[:4])
     assert (sorted(reservation.chunks), reservation.leading_stored, reservation.dropped) == ([2, 3], 2, 0)
@@ -75,7 +75,7 @@ def test_a_prefix_is_reserved_and_never_a_hole(made):
     assert made.tokens("dropped", tier=CPU, reason="no_room") == PAGES
 
 
-def test_no_more_are_reserved_than_the_caller_takes_and_none_before_the_first(made):
+def test_a_reservation_covers_only_the_range_asked_for(made):
     reservation = made.save(KEYS[:6], first=1, most=2)
     assert sorted(reservation.chunks) == [1, 2]
     assert reservation.dropped == 3
@@ -85,7 +85,8 @@ def test_no_more_are_reserved_than_the_caller_takes_and_none_before_the_first(ma
     assert made.tokens("dropped", tier=CPU, reason="aborted") == 2
 
 
-def test_chunks_are_found_with_the_last_shard_and_each_shard_comes_once(made):
+def test_chunks_show_with_the_last_of_their_shards(made):
+    """A shard comes once."""
     layout = LAYOUT
     wide = layout.uniform(
         layers=2, heads=2, head_dim=64, dtype="bf16", block_tokens=2, chunk_tokens=2, packing="token"
@@ -105,7 +106,7 @@ def test_chunks_are_found_with_the_last_shard_and_each_shard_comes_once(made):
     assert not entry.leases
 
 
-def test_room_comes_back_when_the_last_shard_of_an_aborted_one_has_ended(made):
+def test_aborted_room_returns_when_the_last_shard_ended(made):
     wide = LAYOUT.uniform(
         layers=2, heads=2, head_dim=64, dtype="bf16", block_tokens=2, chunk_tokens=2, packing="token"
     )
@@ -119,7 +120,7 @@ def test_room_comes_back_when_the_last_shard_of_an_aborted_one_has_ended(made):
     assert not made.room.slab.used
 
 
-def test_what_is_cleared_by_force_while_it_is_written_never_shows(made):
+def test_chunks_cleared_while_written_never_show(made):
     reservation = made.save(KEYS[:2])
     made.room.discard(KEYS[0])
     made.commit(reservation, None, None)
@@ -127,7 +128,8 @@ def test_what_is_cleared_by_force_while_it_is_written_never_shows(made):
     assert made.tokens("dropped", tier=CPU, reason="cleared") == 1
 
 
-def test_what_another_made_and_what_no_header_has_room_for_is_refused(made):
+def test_a_reservation_of_another_cache_is_refused(made):
+    """A fingerprint that no header has room for is refused as well."""
     other = Made()
     reservation = made.save(KEYS[:1])
     with pytest.raises(MisuseError, match="another cache made"):
@@ -172,7 +174,7 @@ def test_others_reserve_between_the_steps_of_a_large_one(cache):
     assert cache.match(MANY, ONE).chunks == 300
 
 
-def test_others_reserve_in_the_middle_of_what_a_large_one_still_lacks(cache):
+def test_others_reserve_within_what_a_large_one_lacks(cache):
     steps = cache.reserve_in_steps(MANY, ONE)
     next(steps)
     other = cache.reserve(MANY[:201], ONE, first=200)
@@ -197,7 +199,7 @@ def test_what_leaves_between_the_steps_is_stored_again(cache):
     assert cache.match(MANY, ONE).chunks == 300
 
 
-def test_one_that_is_given_up_between_its_steps_leaves_nothing(cache):
+def test_a_reservation_dropped_between_steps_leaves_nothing(cache):
     steps = cache.reserve_in_steps(MANY, ONE)
     next(steps)
     next(steps)
@@ -207,7 +209,7 @@ def test_one_that_is_given_up_between_its_steps_leaves_nothing(cache):
     assert cache.match(MANY, ONE).chunks == 300
 
 
-def test_what_is_cleared_by_force_between_the_steps_never_shows(cache):
+def test_chunks_cleared_between_steps_never_show(cache):
     steps = cache.reserve_in_steps(MANY, ONE)
     next(steps)
     cache.clear(force=True)
@@ -219,7 +221,7 @@ def test_what_is_cleared_by_force_between_the_steps_never_shows(cache):
     assert len(cache.index) == 300 - 128
 
 
-def test_a_large_one_makes_room_as_it_goes_and_keeps_its_own_head(cache):
+def test_a_large_reservation_makes_room_and_keeps_its_head(cache):
     old = [hashlib.sha256(b"old" + key).digest() for key in MANY]
     cache.commit(cache.reserve(MANY[:50], ONE))
     cache.commit(cache.reserve(old, ONE))
@@ -227,7 +229,7 @@ def test_a_large_one_makes_room_as_it_goes_and_keeps_its_own_head(cache):
     assert cache.match(MANY, ONE).chunks == 300
 
 
-def test_a_capacity_that_was_lowered_bounds_what_is_reserved(cache):
+def test_a_lowered_capacity_bounds_what_is_reserved(cache):
     cache.change(replace(cache.config, tiers=(f"cpu://?capacity={100 * PAGE}",)))
     reservation = cache.reserve(MANY, ONE)
     assert (sorted(reservation.chunks), reservation.dropped) == ([*range(100)], 200)

@@ -74,7 +74,7 @@ def wait(cache: Cache, session: str) -> None:
     cache.check()
 
 
-def test_the_chunks_of_an_ended_session_leave_before_older_ones(cache):
+def test_chunks_of_an_ended_session_leave_first(cache):
     old, ended = named(4, "old"), named(4, "ended")
     ask(cache, old, "one")
     ask(cache, old, "one")
@@ -189,7 +189,7 @@ def test_hits_are_counted_for_the_session(cache):
     assert cache.sessions.kept(agent) == {"cpu": 4 * C}
 
 
-def test_a_session_of_one_tenant_takes_no_room_from_the_share_of_another(make):
+def test_a_tenants_session_takes_no_room_of_anothers_share(make):
     cache = make(f"cpu://?capacity={8 * ROOM}&policy=lru", shares="a=50%")
     mine = named(4, "mine", "a")
     ask(cache, mine, "agent")

@@ -59,7 +59,7 @@ def settle(cache: Cache, tier: HandTier) -> None:
         finish(cache, tier)
 
 
-def test_a_clear_waits_for_writes_that_are_under_way_and_only_for_those_of_its_namespace(cache, tier):
+def test_a_clear_waits_only_for_writes_of_its_namespace(cache, tier):
     store(cache, of(M, 2))
     store(cache, of(N, 1))
     cache.step()
@@ -135,7 +135,7 @@ def test_what_is_stored_meanwhile_is_written_afterwards(cache, tier):
     assert {name.key for name in tier.kept} == {*of(M, 3), *of(N, 1)}
 
 
-def test_what_waits_for_a_clear_that_fails_makes_room_for_others(cache, tier):
+def test_a_failed_clear_makes_room_for_other_writes(cache, tier):
     cache.clear(Selector(M))
     store(cache, of(M, 3))
     store(cache, of(N, 1))
@@ -148,9 +148,7 @@ def test_what_waits_for_a_clear_that_fails_makes_room_for_others(cache, tier):
     assert cache.lower[0].is_clear_done
 
 
-def test_a_tier_that_must_be_asked_is_searched_for_what_is_suspect_and_gives_none_of_it_meanwhile(
-    cache, tier
-):
+def test_a_tier_being_searched_gives_none_of_the_suspects(cache, tier):
     store(cache, of(M, 2), by="good")
     store(cache, of(N, 2), by="bad")
     settle(cache, tier)
@@ -172,7 +170,7 @@ def test_a_tier_that_must_be_asked_is_searched_for_what_is_suspect_and_gives_non
     cache.release(match)
 
 
-def test_a_search_for_what_is_suspect_waits_for_writes_of_before_and_not_for_later_ones(cache, tier):
+def test_a_search_for_suspects_waits_for_earlier_writes(cache, tier):
     store(cache, of(M, 1), by="bad")
     cache.step()
     cache.clear(Selector(by="bad"), force=True)
@@ -185,9 +183,7 @@ def test_a_search_for_what_is_suspect_waits_for_writes_of_before_and_not_for_lat
     assert {name.key for name in tier.kept} == {*of(N, 1)}
 
 
-def test_what_is_suspect_leaves_memory_also_while_a_tier_writes_it_but_not_while_an_engine_reads_it(
-    cache, tier
-):
+def test_suspects_leave_memory_unless_an_engine_reads_them(cache, tier):
     store(cache, of(M, 1), by="bad")
     cache.step()
     assert [job.op for job in tier.waiting] == [Op.STORE]
@@ -216,7 +212,8 @@ def test_a_search_that_fails_is_made_again(cache, tier):
     assert (tier.kept, cache.lower[0].is_clear_done) == ({}, True)
 
 
-def test_a_tier_that_cannot_be_searched_waits_for_nothing_and_is_well_after_a_clear(cache, tier):
+def test_an_unsearchable_tier_recovers_after_a_clear(cache, tier):
+    """Until then nothing waits for the search."""
     below = cache.lower[0]
     store(cache, of(M, 1), by="bad")
     settle(cache, tier)
@@ -249,7 +246,7 @@ def test_a_search_that_keeps_failing_stops_nothing_else(cache, tier):
     assert not below.is_busy
 
 
-def test_what_does_not_say_when_it_was_stored_is_not_suspect():
+def test_a_chunk_without_a_time_is_not_suspect():
     (key,) = of(M, 1)
     assert not Selector(by="?*").covers(key, Provenance("x", 0))
     assert not Selector(since=1).covers(key, Provenance())
@@ -261,7 +258,7 @@ def test_what_does_not_say_when_it_was_stored_is_not_suspect():
     assert Selector().covers(value_key(b"name"), Provenance("x", 5))
 
 
-def test_what_belongs_to_a_tenant_is_suspect_whenever_it_was_stored():
+def test_a_tenants_chunk_is_suspect_whenever_it_was_stored():
     ours, theirs = b"mod_" + b"ours" + bytes(24), b"mod_" + b"them" + bytes(24)
     for made in (Provenance(), Provenance("x", 5)):
         assert Selector(tenants=frozenset({b"ours"})).covers(ours, made)
@@ -300,7 +297,7 @@ def test_a_clear_that_keeps_failing_stops_nothing_else(cache, tier):
     assert not below.is_busy
 
 
-def test_what_is_discarded_while_it_goes_down_is_deleted_when_it_is_there(cache, tier):
+def test_a_chunk_discarded_on_its_way_down_is_deleted_later(cache, tier):
     """A delete beside the write may come first, and then what was not to be believed is found again."""
     store(cache, of(M, 2))
     cache.step()
@@ -318,7 +315,7 @@ def test_what_is_discarded_while_it_goes_down_is_deleted_when_it_is_there(cache,
     assert {name.key for name in tier.kept} == {*of(M, 2)}
 
 
-def test_what_is_being_deleted_is_not_read_and_not_deleted_twice_at_once(cache, tier):
+def test_a_chunk_being_deleted_is_neither_read_nor_deleted(cache, tier):
     """A read beside the deletion may come first, and bring back what is not to be believed."""
     store(cache, of(M, 2))
     settle(cache, tier)
@@ -360,7 +357,7 @@ def test_tiers_that_must_be_asked_are_asked_once(make):
     assert asked == [8]
 
 
-def test_a_tier_that_others_share_never_gets_a_value_that_may_change(make):
+def test_a_shared_tier_never_gets_a_value_that_may_change(make):
     shared, own = "shared://x", "own://?capacity=1GiB"
     tiers: dict[str, MemoryTier] = {shared: MemoryTier(), own: MemoryTier()}
     tiers[shared].keeps = False
@@ -416,7 +413,7 @@ def test_each_hit_sends_only_what_was_not_sent_before(tier):
         assert sent(cache, tier) == of(N, 1), "it was not written"
 
 
-def test_what_leaves_is_not_sent_again_with_each_chunk_that_follows(tier):
+def test_an_evicted_chunk_is_not_resent_with_later_ones(tier):
     with over(tier, "?write=evicted") as cache:
         store(cache, of(M, 3))
         for length, new in ((2, of(M, 2)), (2, []), (3, of(M, 3)[2:])):
@@ -426,7 +423,7 @@ def test_what_leaves_is_not_sent_again_with_each_chunk_that_follows(tier):
             assert sent(cache, tier) == new
 
 
-def test_what_another_host_has_written_is_sent_again_only_when_it_is_found_missing(cache, tier):
+def test_chunks_of_other_hosts_are_resent_only_if_missing(cache, tier):
     names = of(M, 2)
     with over(other := HandTier(tier.kept, keeps=False)) as host:
         store(host, names)
@@ -444,7 +441,7 @@ def test_what_another_host_has_written_is_sent_again_only_when_it_is_found_missi
         assert sent(cache, tier) == missing
 
 
-def test_what_is_deleted_there_is_sent_when_it_is_stored_again(cache, tier):
+def test_a_chunk_deleted_in_a_shared_tier_is_sent_again(cache, tier):
     store(cache, of(M, 2))
     settle(cache, tier)
     for delete in (
@@ -460,7 +457,7 @@ def test_what_is_deleted_there_is_sent_when_it_is_stored_again(cache, tier):
         assert sent(cache, tier) == gone != []
 
 
-def test_that_it_was_sent_once_promises_nobody_that_it_is_there(cache, tier, monkeypatch):
+def test_having_sent_a_chunk_is_no_proof_that_it_is_stored(cache, tier, monkeypatch):
     monkeypatch.setattr("lmtier.core.shared.MAX_ASSUMED", 2)
     store(cache, of(M, 3))
     settle(cache, tier)
@@ -491,7 +488,7 @@ def test_what_may_have_expired_there_is_sent_again(tier):
         settle(cache, tier)
 
 
-def test_a_suspect_that_is_found_while_it_is_searched_for_is_not_taken_to_be_there(cache, tier):
+def test_a_suspect_found_during_its_search_is_not_trusted(cache, tier):
     store(cache, of(M, 1))
     settle(cache, tier)
     (shared,), (entry,) = cache.lower.shared, cache.index.entries()

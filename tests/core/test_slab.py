@@ -37,7 +37,7 @@ def test_allocation_is_all_or_nothing():
     slab.check()
 
 
-def test_neighbours_merge_so_that_small_pieces_become_a_large_one():
+def test_small_neighbours_merge_into_a_large_piece():
     slab = Slab(6 * PAGE)
     offsets = slab.allocate([PAGE] * 6)
     assert offsets is not None
@@ -106,7 +106,7 @@ def test_any_mix_of_allocate_and_free_keeps_the_books(steps: list[tuple[bool, in
 # ---- shared
 
 
-def test_a_shared_slab_is_the_same_memory_for_whoever_has_its_file():
+def test_a_shared_slab_is_one_memory_for_all_with_its_file():
     slab = Slab(8 * MiB + PAGE, hugepages=True, shared=True)
     (offset,) = slab.allocate([PAGE]) or ()
     slab.view(offset, 5)[:] = b"hello"
@@ -166,7 +166,7 @@ def test_memory_prefers_the_nodes_that_it_is_spread_over(tmp_path):
 
 
 @pytest.mark.skipif(not nodes_to_use(), reason="this kernel or sandbox has no NUMA")
-def test_a_process_that_was_bound_to_a_node_keeps_its_memory_there():
+def test_a_process_bound_to_a_node_keeps_its_memory_on_it():
     set_mempolicy = {"x86_64": 238, "aarch64": 237}[os.uname().machine]
     child = os.fork()
     if not child:  # MPOL_BIND to the first node
@@ -265,7 +265,7 @@ def test_sliding_joins_pieces_wherever_that_moves_the_least(sizes, gone, stuck, 
     slab.check()
 
 
-def test_what_somebody_reads_is_not_pushed_aside_however_much_may_be_moved():
+def test_chunks_being_read_are_not_pushed_aside():
     slab = Slab(8 * PAGE)
     taken = slab.allocate([PAGE] * 8)
     assert taken is not None

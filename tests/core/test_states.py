@@ -66,7 +66,7 @@ def found(cache: Cache, names: list[bytes]) -> int:
     return chunks
 
 
-def test_the_key_of_a_state_says_that_it_is_one_and_belongs_to_the_tenant_of_its_chunk():
+def test_a_states_key_marks_it_and_keeps_its_tenant():
     key = namespace("m") + NO_TENANT + b"h" * 24
     state = state_of(key)
     assert len(state) == KEY_BYTES
@@ -91,7 +91,8 @@ def test_a_prefix_ends_where_a_state_is_stored(make):
     assert found(cache, names[:1]) == 0
 
 
-def test_tokens_without_a_state_after_them_are_no_hit_and_states_are_no_tokens(make):
+def test_tokens_without_a_state_are_no_hit(make):
+    """States count as no tokens."""
     cache = make(cpu(20))
     names = keys(6)
     store(cache, names)
@@ -125,9 +126,8 @@ def test_a_state_is_stored_once(make):
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
-def test_a_state_leaves_before_the_chunk_that_it_follows_and_no_chunk_leaves_before_its_state(
-    make, is_asked_for
-):
+def test_a_state_leaves_before_its_chunk(make, is_asked_for):
+    """No chunk leaves before its state."""
     cache = make(f"cpu://?capacity={4 * ROOM + STATE_ROOM}&policy=lru")
     names = keys(4)
     store(cache, names)
@@ -151,7 +151,7 @@ def test_a_prompt_that_is_in_use_keeps_its_state(make):
     cache.release(match)
 
 
-def test_a_state_that_is_asked_for_again_is_written_with_its_chunks(make, tmp_path):
+def test_a_reused_state_is_written_with_its_chunks(make, tmp_path):
     names = keys(4)
     tiers = cpu(20), disk(tmp_path, write="reused")
     with make(*tiers) as cache:
@@ -162,7 +162,7 @@ def test_a_state_that_is_asked_for_again_is_written_with_its_chunks(make, tmp_pa
     assert found(make(*tiers), names) == 4
 
 
-def test_a_state_on_disk_is_as_young_as_the_chunks_with_which_it_is_used(make, tmp_path):
+def test_a_state_on_disk_is_as_young_as_its_chunks(make, tmp_path):
     cache = make(f"cpu://?capacity={40 * ROOM}", disk(tmp_path, 8, policy="lru"))
     names = keys(2)
     store(cache, names)
@@ -175,7 +175,7 @@ def test_a_state_on_disk_is_as_young_as_the_chunks_with_which_it_is_used(make, t
     assert cache.lower.owned[0].index.get(state_of(names[1])) is not None
 
 
-def test_when_a_session_ends_its_states_leave_with_its_chunks(make):
+def test_states_of_an_ended_session_leave_with_its_chunks(make):
     cache = make(f"cpu://?capacity={4 * ROOM + 2 * STATE_ROOM}&policy=lru")
     old, new = keys(2, "old"), keys(2, "new")
     for names, session in ((old, "a"), (new, "b")):
@@ -237,7 +237,7 @@ def flip(data: bytes) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def test_a_state_with_a_flipped_byte_is_found_deleted_and_never_used(make):
+def test_a_state_with_a_flipped_byte_is_never_used(make):
     def spoil(objects, names):
         name = Name(state_of(names[3]), STATES.whole)
         objects[name] = flip(objects[name])
@@ -248,7 +248,7 @@ def test_a_state_with_a_flipped_byte_is_found_deleted_and_never_used(make):
     assert found(cache, keys(4)) == 2
 
 
-def test_a_chunk_with_a_flipped_byte_takes_the_state_after_it_with_it(make):
+def test_a_chunk_with_a_flipped_byte_takes_its_state_along(make):
     def spoil(objects, names):
         name = Name(names[2], LAYOUT.whole)
         objects[name] = flip(objects[name])
@@ -289,7 +289,7 @@ def settle(cache: Cache, tier: HandTier) -> None:
         cache.step()
 
 
-def test_a_use_touches_the_state_also_while_a_tier_is_asked_for_more(tier):
+def test_a_use_touches_the_state_while_a_tier_is_asked(tier):
     tiers = (f"cpu://?capacity={6 * ROOM + STATE_ROOM}&policy=lru", FAR)
     with Cache(Config(tiers=tiers, chunk_tokens=C, prefault=False), tiers={FAR: tier}) as cache:
         names = keys(4)
@@ -310,7 +310,7 @@ def test_a_use_touches_the_state_also_while_a_tier_is_asked_for_more(tier):
         assert not any(key in cache.index for key in keys(2, "other"))
 
 
-def test_a_chunk_that_leaves_while_a_tier_is_asked_for_more_harms_nobody(asked, tier):
+def test_a_chunk_that_leaves_during_a_lookup_harms_no_match(asked, tier):
     names = keys(4)
     store(asked, names)
     store_state(asked, names)
@@ -324,7 +324,7 @@ def test_a_chunk_that_leaves_while_a_tier_is_asked_for_more_harms_nobody(asked, 
     asked.check()
 
 
-def test_a_tier_that_must_be_asked_is_asked_once_for_chunks_and_states(asked, tier):
+def test_a_tier_is_asked_once_for_chunks_and_states(asked, tier):
     names = keys(3)
     store(asked, names)
     store_state(asked, names[:2])
@@ -342,7 +342,7 @@ def test_a_tier_that_must_be_asked_is_asked_once_for_chunks_and_states(asked, ti
     asked.check()
 
 
-def test_chunks_in_memory_with_a_state_below_are_loaded_together(asked, tier):
+def test_chunks_in_memory_load_with_a_state_from_below(asked, tier):
     names = keys(3)
     store(asked, names)
     store_state(asked, names)
@@ -360,7 +360,7 @@ def test_chunks_in_memory_with_a_state_below_are_loaded_together(asked, tier):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_match_without_its_state_or_its_last_chunk_has_nothing(asked, tier, which):
+def test_a_match_without_its_state_or_last_chunk_is_empty(asked, tier, which):
     names = keys(3)
     store(asked, names)
     store_state(asked, names)
@@ -385,7 +385,7 @@ def test_a_match_without_its_state_or_its_last_chunk_has_nothing(asked, tier, wh
     assert not asked.index.leased_bytes
 
 
-def test_a_deadline_that_passes_while_a_tier_is_asked_leaves_what_memory_has(asked, tier):
+def test_a_deadline_during_a_lookup_leaves_what_memory_has(asked, tier):
     names = keys(4)
     store(asked, names)
     store_state(asked, names[:2])
@@ -418,7 +418,7 @@ def test_what_a_state_takes_to_load_is_weighed_too(make, tmp_path, milliseconds,
     cache.release(match)
 
 
-def test_a_match_released_while_it_is_asked_or_loaded_holds_nothing(asked, tier):
+def test_a_match_released_in_lookup_or_load_holds_nothing(asked, tier):
     names = keys(3)
     store(asked, names)
     store_state(asked, names)

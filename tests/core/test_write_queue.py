@@ -37,7 +37,7 @@ def stored(slab: Index, key: bytes) -> Entry:
     return entry
 
 
-def test_a_record_is_leased_until_it_is_taken_and_a_chunk_is_not(slab, writes):
+def test_a_queued_record_is_leased_and_a_chunk_is_not(slab, writes):
     chunk, record = stored(slab, b"chunk"), stored(slab, b"record")
     writes.add(chunk)
     writes.add(record)
@@ -46,7 +46,8 @@ def test_a_record_is_leased_until_it_is_taken_and_a_chunk_is_not(slab, writes):
     assert (record.leases, writes.leased_bytes) == (0, 0)
 
 
-def test_no_more_chunks_wait_than_may_and_records_take_a_quarter_of_the_slab(slab, writes):
+def test_queued_chunks_and_records_are_bounded(slab, writes):
+    """Records take a quarter of the slab at most."""
     for key in (b"a", b"b"):
         assert writes.has_room_for(stored(slab, key))
         writes.add(slab.get(key))
@@ -65,7 +66,8 @@ def test_what_is_postponed_comes_after_the_others(slab, writes):
     assert writes.next() == b"b"
 
 
-def test_records_may_be_let_go_before_they_are_written_and_what_left_is_forgotten(slab, writes):
+def test_queued_records_can_be_released_before_the_write(slab, writes):
+    """The queue forgets what has left the slab."""
     writes.add(stored(slab, b"record"))
     writes.add(stored(slab, b"chunk"))
     writes.unlease_queued(Selector(b"re"))

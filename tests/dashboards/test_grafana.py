@@ -65,7 +65,7 @@ def test_grafana_knows_every_field_of_a_board(path):
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
-def test_every_value_of_a_board_has_the_type_that_grafana_wants(path):
+def test_every_value_of_a_board_has_grafanas_type(path):
     assert list(wrong(Dashboard.from_json(json.loads(path.read_text())), Dashboard)) == []
 
 

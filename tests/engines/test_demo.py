@@ -29,7 +29,8 @@ def rows(out):
     return {row[0]: tuple(map(int, row[2:5])) for row in found}
 
 
-def test_every_tier_serves_and_every_answer_is_the_same_and_is_shown_at_once(tmp_path, capsys, monkeypatch):
+def test_every_tier_of_the_demo_gives_the_same_answers(tmp_path, capsys, monkeypatch):
+    """The demo shows each answer at once."""
     level, stop = logging.getLogger("lmtier").level, demo.ServerProcess.stop
     shown = [""]
 

@@ -356,7 +356,7 @@ def exchange(one: Path, other: Path) -> None:
     between.rename(other)
 
 
-def test_pages_are_of_the_files_that_were_loaded_and_not_of_others_beside_them(served, engine, tmp_path):
+def test_pages_are_named_by_the_files_that_were_loaded(served, engine, tmp_path):
     """Another load format, an index that names other shards, two files that are exchanged."""
     served()
     folder, keys = tmp_path / "model", hashes(3)
@@ -377,9 +377,8 @@ def test_pages_are_of_the_files_that_were_loaded_and_not_of_others_beside_them(s
 
 
 @pytest.mark.parametrize(("names", "found"), [(("a",), 0), (("b",), 3)])
-def test_files_with_the_same_tensor_have_no_name_since_their_order_is_that_of_the_folder(
-    served, engine, tmp_path, monkeypatch, names, found
-):
+def test_files_that_repeat_a_tensor_have_no_name(served, engine, tmp_path, monkeypatch, names, found):
+    """Their order is that of the folder."""
     served()
     tensors(tmp_path / "model" / "model.safetensors", "a")
     tensors(tmp_path / "model" / "more.safetensors", *names)
@@ -452,7 +451,7 @@ def test_what_is_there_ends_with_the_first_page_that_is_not(served, engine):
     assert one.pool.page(24).equal(before)
 
 
-def test_what_is_stored_already_counts_as_stored_and_is_written_once(served, engine):
+def test_stored_pages_count_as_stored_and_are_written_once(served, engine):
     server = served()
     one, two = engine(), engine()
     keys = hashes(6)
@@ -461,7 +460,7 @@ def test_what_is_stored_already_counts_as_stored_and_is_written_once(served, eng
     assert chunks(server) == 6
 
 
-def test_another_engine_finds_it_on_disk_after_the_server_came_back(served, engine, tmp_path):
+def test_another_engine_finds_pages_after_a_server_restart(served, engine, tmp_path):
     server = served(f"disk://{tmp_path}/kv?capacity=8MiB")
     one = engine()
     keys = hashes(10)
@@ -497,7 +496,7 @@ def test_a_flipped_byte_on_disk_is_a_miss_from_there_on(served, engine, tmp_path
     assert two.load(keys) == [True] * 4
 
 
-def test_pages_in_redis_are_found_by_a_server_that_never_had_them(served, engine, redis_server):
+def test_a_fresh_server_finds_pages_in_redis(served, engine, redis_server):
     tier = f"unix://{redis_server}?namespace=sglang"
     server = served(tier)
     one = engine()
@@ -522,7 +521,7 @@ def test_a_batch_larger_than_the_slab_comes_up_in_parts(served, engine, tmp_path
     assert is_right(one, one, keys)
 
 
-def test_a_batch_larger_than_the_slab_is_stored_as_the_disk_takes_it(served, engine, tmp_path):
+def test_a_batch_beyond_the_slab_is_stored_at_disk_speed(served, engine, tmp_path):
     server = served(f"disk://{tmp_path}/kv?capacity=8MiB", pages=6)
     one = engine()
     keys = hashes(18)
@@ -542,7 +541,7 @@ def test_what_finds_no_room_is_not_said_to_be_stored(served, engine):
     assert sum(stored) == one.backend.batch_exists(keys) < 18
 
 
-def test_a_batch_that_finds_everything_in_use_does_not_ask_all_the_time(served, engine, sglang, monkeypatch):
+def test_a_batch_without_room_does_not_ask_all_the_time(served, engine, sglang, monkeypatch):
     server = served(pages=6, load_deadline=1)
     one = engine()
     one.save(hashes(6))
@@ -560,7 +559,7 @@ def test_a_batch_that_finds_everything_in_use_does_not_ask_all_the_time(served, 
     assert 1 < len(asked) < 200
 
 
-def test_with_its_prefix_given_the_tail_of_a_prompt_leaves_before_its_head(served, engine, sglang):
+def test_with_its_prefix_the_tail_leaves_before_the_head(served, engine, sglang):
     served(pages=8)
     one = engine()
     keys = hashes(6)
@@ -621,7 +620,7 @@ def test_unset_arguments_and_sizes_change_no_name(served, engine):
 @pytest.mark.parametrize(
     "name", ["SGLANG_FP8_IGNORED_LAYERS", "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_PP_LAYER_PARTITION"]
 )
-def test_a_variable_that_changes_kv_or_the_layers_of_a_rank_changes_names(served, engine, monkeypatch, name):
+def test_variables_that_change_kv_or_layers_change_names(served, engine, monkeypatch, name):
     served()
     engine().save(hashes(3))
     monkeypatch.setenv(name, "2,1")
@@ -630,7 +629,7 @@ def test_a_variable_that_changes_kv_or_the_layers_of_a_rank_changes_names(served
     assert engine().backend.batch_exists(hashes(3)) == 3
 
 
-def test_experts_that_lmtier_cannot_read_are_private_unless_the_weights_are_named(served, engine, caplog):
+def test_unreadable_experts_are_private_unless_named(served, engine, caplog):
     served()
     started = Started(kt_weight_path="of/a/hub")
     engine(started=started, extra={"weights": "one"})
@@ -658,7 +657,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_sglang_names_by_its_place_is_named_by_its_content(served, engine, tmp_path, name):
+def test_content_names_what_sglang_names_by_place(served, engine, tmp_path, name):
     for each in FILES:
         (tmp_path / each).parent.mkdir(exist_ok=True)
         (tmp_path / each).write_text("one")
@@ -675,7 +674,7 @@ def test_what_sglang_names_by_its_place_is_named_by_its_content(served, engine, 
     assert engine(started=started).backend.batch_exists(hashes(3)) == 0
 
 
-def test_each_tensor_parallel_rank_has_its_own_and_mla_is_stored_once(served, engine):
+def test_ranks_store_their_own_pages_and_mla_is_stored_once(served, engine):
     server = served()
     keys = hashes(3)
     left, right = (engine(tp_rank=rank, tp_size=2) for rank in (0, 1))
@@ -697,7 +696,7 @@ def test_each_tensor_parallel_rank_has_its_own_and_mla_is_stored_once(served, en
     assert chunks(server) == 9
 
 
-def test_ranks_of_one_launch_find_what_one_of_them_stores_even_if_nothing_names_the_weights(served, tmp_path):
+def test_ranks_of_one_launch_share_without_a_weights_name(served, tmp_path):
     served()
     script = (
         "import sys; from tests.engines import test_sglang as it; it.run_rank(sys.argv[1], int(sys.argv[2]))"
@@ -719,7 +718,7 @@ def test_ranks_of_one_launch_find_what_one_of_them_stores_even_if_nothing_names_
     assert [rank.communicate("\n", PATIENCE)[0].strip() for rank in ranks] == ["3", "3"]
 
 
-def test_a_model_with_another_name_than_its_folder_is_found_after_a_restart(served, engine, tmp_path):
+def test_a_renamed_model_is_found_after_a_restart(served, engine, tmp_path):
     served()
     engine(model_name="as-served").save(hashes(3))
     assert engine(model_name="as-served").backend.batch_exists(hashes(3)) == 3
@@ -788,7 +787,7 @@ def test_sglangs_threads_work_at_the_same_time(served, engine):
     assert len(one.backend._clients) == threads + 1
 
 
-def test_a_thread_that_waits_for_a_tier_does_not_hold_up_another(served, engine, tmp_path, sglang):
+def test_a_thread_that_waits_for_a_tier_holds_up_no_other(served, engine, tmp_path, sglang):
     served()
     one = engine()
     keys = hashes(3)
@@ -814,7 +813,7 @@ def test_a_thread_that_waits_for_a_tier_does_not_hold_up_another(served, engine,
     assert loaded == [[True] * 3]
 
 
-def test_what_sglang_describes_otherwise_than_before_is_a_miss_and_said(served, engine, caplog):
+def test_a_changed_pool_is_a_miss_and_is_logged(served, engine, caplog):
     served()
     one = engine()
     keys = hashes(3)
@@ -845,7 +844,7 @@ def test_clear_forgets_this_model_only(served, engine):
     assert two.backend.batch_exists(hashes(3)) == 3
 
 
-def test_models_with_a_second_pool_restore_what_both_pools_have(served, engine, sglang):
+def test_models_with_two_pools_restore_what_both_have(served, engine, sglang):
     """State of linear attention is kept for the ends of prompts, and is cut by the ranks also beside MLA."""
     served()
     ranks = [engine(tp_rank=rank, tp_size=2, is_mla_model=True) for rank in (0, 1)]
@@ -874,7 +873,7 @@ def test_models_with_a_second_pool_restore_what_both_pools_have(served, engine, 
     assert not states[0].page(8).equal(states[1].page(8))
 
 
-def test_a_draft_with_heads_beside_mla_is_declined_on_several_ranks(served, engine, sglang, caplog):
+def test_draft_heads_beside_mla_are_declined_on_many_ranks(served, engine, sglang, caplog):
     """SGLang stores the draft of rank 0 only. Other ranks must not load the heads of rank 0."""
 
     class MHATokenToKVPoolHost(HostPool):
@@ -905,7 +904,7 @@ def test_a_draft_with_heads_beside_mla_is_declined_on_several_ranks(served, engi
         ({"sever": "x"}, "did you mean 'server'"),
     ],
 )
-def test_a_mistake_in_the_settings_is_one_sentence_at_the_start(engine, extra, sentence):
+def test_a_wrong_setting_is_one_sentence_at_the_start(engine, extra, sentence):
     with pytest.raises(ConfigError, match=sentence):
         engine(extra=extra)
 
@@ -915,7 +914,7 @@ def test_no_server_at_the_start_is_said(engine):
         engine()
 
 
-def test_a_pool_that_cannot_be_read_is_said_and_costs_hits_only(served, engine, sglang, caplog):
+def test_an_unreadable_pool_is_logged_and_costs_hits_only(served, engine, sglang, caplog):
     class Odd(HostPool):
         def get_page_buffer_meta(self, indices):
             raise NotImplementedError("no zero copy here")
@@ -955,7 +954,7 @@ UPDATES: list[Callable[[Any], object]] = [
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_weights_that_are_updated_in_place_have_a_name_of_this_run(served, engine, update):
+def test_weights_updated_in_place_are_named_by_the_run(served, engine, update):
     server = served()
     one, other = engine(), engine()
     keys = hashes(6)
@@ -985,7 +984,7 @@ LATE = Started(hicache_storage_backend=None)
 """What SGLang says to a backend that is attached while it runs."""
 
 
-def test_a_backend_that_is_attached_while_sglang_runs_keeps_kv_to_its_run(served, engine, caplog):
+def test_a_backend_attached_late_keeps_kv_to_its_run(served, engine, caplog):
     """The weights may have been updated before lmtier was there to see it, whatever their name."""
     served()
     named = {"weights": "one"}
@@ -1000,7 +999,7 @@ def test_a_backend_that_is_attached_while_sglang_runs_keeps_kv_to_its_run(served
 
 
 @pytest.mark.parametrize("started", [Started(), LATE])
-def test_a_backend_that_is_attached_after_an_update_waits_for_the_flush(served, engine, started):
+def test_a_backend_attached_after_an_update_awaits_a_flush(served, engine, started):
     served()
     before = engine()
     before.save(hashes(4))
@@ -1014,7 +1013,7 @@ def test_a_backend_that_is_attached_after_an_update_waits_for_the_flush(served, 
     assert after.load(hashes(4)) == [True] * 4
 
 
-def test_a_backend_that_is_attached_after_an_update_and_its_flush_stores_at_once(served, engine):
+def test_a_backend_attached_after_a_flush_stores_at_once(served, engine):
     served()
     engine().save(hashes(4))
     updater().update_weights_from_disk("elsewhere", "auto")
@@ -1024,7 +1023,7 @@ def test_a_backend_that_is_attached_after_an_update_and_its_flush_stores_at_once
     assert after.save(hashes(4)) == [True] * 4
 
 
-def test_an_sglang_that_shows_no_updates_keeps_kv_to_its_run(served, engine, monkeypatch, caplog):
+def test_an_sglang_without_update_hooks_keeps_kv_to_its_run(served, engine, monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "sglang.srt.managers.cache_controller")
     served()
     one = engine()

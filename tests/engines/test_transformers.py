@@ -67,7 +67,7 @@ def test_answers_are_those_of_the_model_alone(opened, kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-def test_a_server_is_a_store_too_and_its_death_costs_time_only(tmp_path, kind):
+def test_a_server_is_a_store_and_its_death_costs_only_time(tmp_path, kind):
     model, prompt = model_of(kind), prompt_of(3 * C + 5)
     alone = answer(model.generate, prompt)
     config = {"chunk_tokens": C, "verify": "always"}
@@ -96,7 +96,7 @@ with PrefixCache(model_of("llama"), *sys.argv[1:], chunk_tokens=16, load_deadlin
 """
 
 
-def test_another_process_with_the_same_weights_goes_on_from_the_same_disk(opened, tmp_path):
+def test_another_process_goes_on_from_the_same_disk(opened, tmp_path):
     store = opened(model_of("llama"))
     alone = answer(store.generate, prompt_of(53))
     store.close()
@@ -138,7 +138,7 @@ def padded(*prompts):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "bloom"])
-def test_each_row_of_a_batch_is_a_prompt_of_its_own_wherever_it_is_padded(opened, kind):
+def test_rows_of_a_batch_are_prompts_however_padded(opened, kind):
     model = model_of(kind)
     prompts = prompt_of(53, seed=1), prompt_of(37, seed=2), prompt_of(45, seed=3)
     ids, mask = padded(*prompts)
@@ -155,7 +155,8 @@ def test_each_row_of_a_batch_is_a_prompt_of_its_own_wherever_it_is_padded(opened
     assert found(store, longer, mask) == [64, 48, 56]
 
 
-def test_a_batch_with_a_new_row_saves_what_is_new_and_loads_nothing(opened):
+def test_a_batch_with_a_new_row_only_saves(opened):
+    """It loads nothing."""
     model = model_of("qwen2")
     store = opened(model)
     answer(store.generate, prompt_of(53, seed=1))
@@ -181,7 +182,7 @@ def test_beams_go_on_from_one_prefix(opened, options):
 
 
 @pytest.mark.parametrize("word", ["num_beams", "num_return_sequences"])
-def test_options_are_merged_with_those_of_the_model_as_generate_merges_them(opened, monkeypatch, word):
+def test_options_merge_with_the_models_as_generate_does(opened, monkeypatch, word):
     model, prompt = model_of("llama"), prompt_of(60)
     monkeypatch.setattr(model.generation_config, "num_beams", 4)
     monkeypatch.setattr(model.generation_config, word, 4)
@@ -193,14 +194,14 @@ def test_options_are_merged_with_those_of_the_model_as_generate_merges_them(open
         assert store.generate(prompt, generation_config=how).tolist() == alone
 
 
-def test_the_hybrid_cache_that_older_files_of_models_name_is_no_choice_of_a_cache(opened, monkeypatch):
+def test_an_old_hybrid_cache_setting_chooses_no_cache(opened, monkeypatch):
     model, prompt = model_of("gemma2"), prompt_of(53)
     monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")
     assert answer(opened(model).generate, prompt) == answer(model.generate, prompt)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
-def test_a_static_cache_is_filled_and_saved_like_a_dynamic_one(opened, kind):
+def test_a_static_cache_works_like_a_dynamic_one(opened, kind):
     model, prompt = model_of(kind), prompt_of(53)
     alone = answer(model.generate, prompt)
     store = opened(model)
@@ -221,7 +222,8 @@ def test_a_static_cache_is_filled_and_saved_like_a_dynamic_one(opened, kind):
 # ---- what is saved
 
 
-def test_a_prompt_in_several_forwards_is_saved_up_to_the_first_that_begins_within_a_chunk(opened):
+def test_a_prompt_saves_up_to_a_forward_within_a_chunk(opened):
+    """A prompt in several forwards is saved up to the first that begins within a chunk."""
     model, prompt = model_of("llama"), prompt_of(80)
     store = opened(model)
     cache = store.cache_for(prompt)
@@ -232,7 +234,7 @@ def test_a_prompt_in_several_forwards_is_saved_up_to_the_first_that_begins_withi
     assert answer(store.generate, prompt) == answer(model.generate, prompt)
 
 
-def test_a_row_that_cannot_be_saved_any_more_does_not_keep_others_from_it(opened):
+def test_an_unsavable_row_does_not_keep_others_from_saving(opened):
     model = model_of("llama")
     one, other = prompt_of(80, seed=2), prompt_of(75, seed=3)
     ids, mask = padded(one, other)
@@ -283,7 +285,7 @@ def test_what_has_no_room_is_computed(opened):
 
 
 @pytest.mark.parametrize("verify", ["always", "off"])
-def test_kv_that_changes_in_memory_is_computed_again_and_never_served(opened, verify):
+def test_kv_damaged_in_memory_is_computed_again(opened, verify):
     model, prompt = model_of("llama"), prompt_of(53)
     alone = answer(model.generate, prompt)
     store = opened(model, "cpu://?capacity=16MiB", verify=verify)
@@ -320,7 +322,7 @@ def test_a_file_that_was_damaged_on_disk_is_computed_again(opened, tmp_path):
 # ---- whose KV it is
 
 
-def test_other_weights_other_salts_and_other_settings_of_a_model_share_nothing(opened):
+def test_other_weights_salts_and_settings_share_nothing(opened):
     model, prompt = model_of("llama"), prompt_of(53)
     store = opened(model)
     store.generate(prompt, max_new_tokens=1, salt="alice")
@@ -361,7 +363,7 @@ def test_weights_that_change_begin_new_keys_at_once(opened):
         store.generate(prompt)
 
 
-def test_a_cache_from_before_a_change_of_weights_saves_nothing(opened):
+def test_a_cache_from_before_new_weights_saves_nothing(opened):
     model = AutoModelForCausalLM.from_config(model_of("llama").config).eval()
     prompt, store = prompt_of(53), opened(model)
     cache = store.cache_for(prompt)
@@ -374,7 +376,7 @@ def test_a_cache_from_before_a_change_of_weights_saves_nothing(opened):
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_prompts_whose_rotation_depends_on_their_length_are_left_to_the_model(opened, kind):
+def test_length_dependent_rotation_is_left_to_the_model(opened, kind):
     model = model_of(kind)
     short, long = prompt_of(ORIGINAL - 1), prompt_of(ORIGINAL + 40)
 
@@ -391,7 +393,7 @@ def test_prompts_whose_rotation_depends_on_their_length_are_left_to_the_model(op
 
 
 @pytest.mark.parametrize("kind", ["phi3", "longrope"])
-def test_prompts_whose_cache_the_model_drops_are_left_to_the_model(opened, kind):
+def test_prompts_whose_cache_is_dropped_go_to_the_model(opened, kind):
     """Phi-3 does with more columns than its original length, padding or not, in any rotation."""
     model, kept, columns = model_of(kind), prompt_of(53), ORIGINAL + 2
     store = opened(model)
@@ -437,7 +439,8 @@ DECLINED = {
 
 
 @pytest.mark.parametrize("sentence", DECLINED)
-def test_models_that_cannot_be_kept_whole_are_declined_in_one_sentence(sentence, tmp_path):
+def test_models_that_cannot_be_kept_in_full_are_declined(sentence, tmp_path):
+    """One sentence says why."""
     with pytest.raises(LayoutError, match=sentence) as error:
         PrefixCache(DECLINED[sentence](), "cpu://?capacity=1MiB", f"disk://{tmp_path}/kv?capacity=1MiB")
     assert "\n" not in str(error.value)
@@ -473,7 +476,7 @@ def test_autocast_is_declined_whenever_it_is_on(opened):
         opened(model)
 
 
-def test_a_model_with_an_adapter_is_declined_until_it_is_merged(opened):
+def test_a_model_with_an_adapter_is_declined_until_merged(opened):
     from peft import LoraConfig, get_peft_model  # slow, and only here
 
     model, prompt = tiny(CONFIGS["llama"]), prompt_of(3 * C + 5)
@@ -509,7 +512,7 @@ def test_a_model_with_an_adapter_is_declined_until_it_is_merged(opened):
     ],
     ids=lambda each: each if isinstance(each, str) else "-".join(each),
 )
-def test_calls_that_would_make_other_kv_are_refused_in_one_sentence(opened, options, sentence):
+def test_calls_that_would_make_other_kv_are_refused(opened, options, sentence):
     store = opened(model_of("gpt2"))
     with pytest.raises(MisuseError, match=sentence):
         store.generate(prompt_of(20), max_new_tokens=1, **options)
@@ -542,7 +545,7 @@ def test_padding_without_a_mask_is_refused(opened, monkeypatch):
     assert found(store, ids, mask) == [6, 16]
 
 
-def test_a_forward_is_refused_unless_its_mask_and_positions_cover_all_its_tokens(opened):
+def test_masks_and_positions_must_cover_a_forwards_tokens(opened):
     model, prompt = model_of("gpt2"), prompt_of(53)
     store = opened(model)
     positions = torch.arange(53)[None]
@@ -580,7 +583,7 @@ def test_what_a_forward_is_given_by_position_is_checked_too(opened):
     assert found(store, prompt) == [48]
 
 
-def test_a_cache_serves_the_prompts_it_was_made_for_and_no_others(opened):
+def test_a_cache_serves_only_the_prompts_it_was_made_for(opened):
     model = model_of("llama")
     store = opened(model)
     for _ in range(2):
@@ -601,7 +604,7 @@ def test_a_server_has_its_own_tiers():
         PrefixCache(model_of("llama"), "cpu://?capacity=1MiB", server="/nowhere")
 
 
-def test_tiers_are_urls_or_a_list_of_them_and_a_setting_is_known():
+def test_tiers_are_urls_or_a_list_and_settings_are_checked():
     url = "cpu://?capacity=1MiB"
     for tiers in ([url], [[url]], [(url, "null://")], [url, "null://"], [f"{url} null://"]):
         with PrefixCache(model_of("llama"), *tiers, chunk_tokens=16) as store:
@@ -617,13 +620,13 @@ def test_tiers_are_urls_or_a_list_of_them_and_a_setting_is_known():
             PrefixCache(model_of("llama"), *wrong, **settings)
 
 
-def test_weights_that_are_not_where_they_are_said_to_be_are_no_weights(tmp_path):
+def test_weights_at_the_wrong_place_are_refused(tmp_path):
     with pytest.raises(MisuseError, match="no folder with files of weights"):
         PrefixCache(model_of("llama"), weights=str(tmp_path))
 
 
 @pytest.mark.parametrize("how", [{"variant": "other"}, {"use_safetensors": False}, {"subfolder": "other"}])
-def test_a_model_of_other_files_of_the_folder_has_not_the_folders_name(tmp_path, how):
+def test_a_model_of_other_files_lacks_the_folders_name(tmp_path, how):
     """Nothing in a model says with which options it was loaded. What it holds does."""
     folder, other = tmp_path / "model", model_of("llama", seed=5)
     model_of("llama").save_pretrained(folder)
@@ -636,7 +639,7 @@ def test_a_model_of_other_files_of_the_folder_has_not_the_folders_name(tmp_path,
         PrefixCache(model, weights=str(folder))
 
 
-def test_only_the_files_that_transformers_loads_are_in_the_name_with_their_names(tmp_path):
+def test_only_files_that_transformers_loads_make_the_name(tmp_path):
     for name, value in (("model", 1.0), ("consolidated", 2.0), ("model-2", 3.0)):
         save_file({"a": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
     one = checkpoint_in(str(tmp_path)).digest()
@@ -650,7 +653,7 @@ def test_only_the_files_that_transformers_loads_are_in_the_name_with_their_names
     assert len({one, *found}) == 4
 
 
-def test_engines_that_see_only_files_find_what_was_saved_under_a_name(opened, tmp_path):
+def test_engines_with_only_files_find_kv_saved_by_name(opened, tmp_path):
     model_of("llama").save_pretrained(tmp_path / "model")
     prompt = prompt_of(53)
     one = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()

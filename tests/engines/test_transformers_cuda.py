@@ -175,7 +175,7 @@ def test_rows_of_a_batch_are_in_the_buffer_at_one_time(opened):
         assert answer(store.generate, prompt) == [alone[row]]
 
 
-def test_a_server_that_was_started_anew_has_another_slab_to_pin(opened, tmp_path):
+def test_a_restarted_server_has_another_slab_to_pin(opened, tmp_path):
     model, prompt, device = model_of("llama"), prompt_of(53), Device()
     alone = answer(model.generate, prompt)
     tiers = "cpu://?capacity=4MiB", f"disk://{tmp_path}/served?capacity=64MiB"
@@ -311,7 +311,7 @@ def differs(*_, **__):
         (Mover, "drain", none),
     ],
 )
-def test_kv_of_old_weights_is_never_found_after_a_change_that_failed(opened, monkeypatch, of, name, failure):
+def test_a_failed_weight_change_never_serves_old_kv(opened, monkeypatch, of, name, failure):
     model, prompt = copy.deepcopy(model_of("llama")), prompt_of(53)
     before = answer(model.generate, prompt)
     store = opened(model, "cpu://?capacity=16MiB")
@@ -335,7 +335,7 @@ def test_kv_of_old_weights_is_never_found_after_a_change_that_failed(opened, mon
 
 
 @pytest.mark.parametrize("near", [[], ["gpu://?capacity=1MiB", "cpu://?capacity=16MiB"]], ids=["", "near"])
-def test_gpu_memory_of_a_buffer_goes_back_when_another_takes_its_place(opened, monkeypatch, near):
+def test_a_replaced_buffer_gives_its_gpu_memory_back(opened, monkeypatch, near):
     model, device = copy.deepcopy(model_of("llama")), Device()
     held: dict[int, int] = {}
 
@@ -382,7 +382,7 @@ def test_gpu_memory_of_a_buffer_goes_back_when_another_takes_its_place(opened, m
     monkeypatch.undo()
 
 
-def test_prompts_that_the_driver_refuses_to_load_are_computed(opened, refusing, caplog):
+def test_prompts_the_driver_refuses_to_load_are_computed(opened, refusing, caplog):
     model, prompt, other = model_of("llama"), prompt_of(53), prompt_of(53, seed=2)
     alone, batch = answer(model.generate, prompt), torch.cat([prompt, other])
     both = answer(model.generate, batch)
@@ -400,7 +400,7 @@ def test_prompts_that_the_driver_refuses_to_load_are_computed(opened, refusing, 
     assert answer(store.generate, batch) == both
 
 
-def test_prompts_that_the_driver_refuses_to_save_are_not_stored(opened, refusing, caplog):
+def test_prompts_the_driver_refuses_to_save_are_not_stored(opened, refusing, caplog):
     model, prompt = model_of("llama"), prompt_of(53)
     alone = answer(model.generate, prompt)
     store = opened(model)
@@ -415,7 +415,7 @@ def test_prompts_that_the_driver_refuses_to_save_are_not_stored(opened, refusing
         assert answer(store.generate, prompt) == alone
 
 
-def test_what_follows_a_chunk_that_was_refused_is_not_stored_either(opened, refusing):
+def test_nothing_after_a_refused_chunk_is_stored(opened, refusing):
     model, prompt = model_of("llama"), prompt_of(80)
     store = opened(model)
     cache = store.cache_for(prompt)
@@ -429,7 +429,7 @@ def test_what_follows_a_chunk_that_was_refused_is_not_stored_either(opened, refu
     assert store.cache.stats()["cpu"]["used"] == 0
 
 
-def test_a_buffer_that_the_driver_refuses_leaves_the_one_before(opened, refusing, caplog):
+def test_a_refused_buffer_leaves_the_earlier_one(opened, refusing, caplog):
     model, short, long = model_of("llama"), prompt_of(53), prompt_of(300)
     alone = answer(model.generate, long)
     store = opened(model)
@@ -448,7 +448,7 @@ def test_a_buffer_that_the_driver_refuses_leaves_the_one_before(opened, refusing
     assert "to load 288 tokens: they are computed" in caplog.text
 
 
-def test_a_driver_that_refuses_from_the_start_on_leaves_the_buffer_in_cpu_memory(opened, refusing, caplog):
+def test_a_driver_that_always_refuses_leaves_a_cpu_buffer(opened, refusing, caplog):
     model, prompt = model_of("llama"), prompt_of(53)
     refusing()
     store = opened(model)
@@ -465,7 +465,7 @@ class CompileError(Exception):
 @pytest.mark.parametrize(
     "failure", [ImportError, OSError, RuntimeError, DeviceError, CompileError, None], ids=str
 )
-def test_a_gpu_that_cannot_be_used_leaves_the_buffer_in_cpu_memory(monkeypatch, caplog, failure):
+def test_an_unusable_gpu_leaves_a_buffer_in_cpu_memory(monkeypatch, caplog, failure):
     opened = []
 
     def device_of(index):
@@ -489,7 +489,7 @@ def test_a_gpu_that_cannot_be_used_leaves_the_buffer_in_cpu_memory(monkeypatch, 
 
 
 @pytest.mark.parametrize("fault", ["", "compute waits for load"])
-def test_a_prefix_that_is_not_waited_for_is_not_that_of_the_prompt(opened, fault):
+def test_a_load_that_is_not_awaited_gives_a_wrong_prefix(opened, fault):
     model, prompt = model_of("llama"), prompt_of(53)
     alone = answer(model.generate, prompt)
     device = Device(pace=LAZY, without=fault)
@@ -503,7 +503,7 @@ def test_a_prefix_that_is_not_waited_for_is_not_that_of_the_prompt(opened, fault
 
 
 @pytest.mark.parametrize("fault", ["", "compute waits for store"])
-def test_a_buffer_that_is_used_again_too_early_spoils_what_was_saved(opened, fault):
+def test_a_buffer_reused_too_early_spoils_the_save(opened, fault):
     model, prompt = model_of("llama"), prompt_of(80)
     alone = answer(model.generate, prompt)
     device = Device(pace=LAZY, without=fault)
@@ -514,7 +514,7 @@ def test_a_buffer_that_is_used_again_too_early_spoils_what_was_saved(opened, fau
     assert (answer(store.generate, prompt) == alone) is not bool(fault)
 
 
-def test_a_buffer_that_becomes_larger_first_ends_what_is_under_way(opened):
+def test_a_growing_buffer_first_ends_its_transfers(opened):
     model, prompt = model_of("llama"), prompt_of(170)
     store = opened(model, device=Device(pace=LAZY), verify="off")
     forwards(store, prompt, 32, 160, 170)
@@ -523,7 +523,7 @@ def test_a_buffer_that_becomes_larger_first_ends_what_is_under_way(opened):
 
 
 @pytest.mark.parametrize("is_impatient", [False, True])
-def test_what_is_found_before_it_has_arrived_is_not_that_of_the_prompt(opened, is_impatient):
+def test_a_match_served_before_it_arrives_is_wrong(opened, is_impatient):
     model, prompt = model_of("llama"), prompt_of(53)
     alone = answer(model.generate, prompt)
     device = Device(pace=LAZY, is_impatient=is_impatient)
@@ -538,7 +538,7 @@ def test_what_is_found_before_it_has_arrived_is_not_that_of_the_prompt(opened, i
 
 
 @pytest.mark.parametrize("verify", ["off", "always"])
-def test_a_prompt_that_was_loaded_once_comes_from_gpu_memory(opened, verify):
+def test_a_second_load_of_a_prompt_comes_from_gpu_memory(opened, verify):
     """Also through another buffer: a longer prompt needs a larger one."""
     model, short, long = model_of("llama"), prompt_of(53), prompt_of(9 * C + 3, seed=2)
     alone = {prompt: answer(model.generate, prompt) for prompt in (short, long)}

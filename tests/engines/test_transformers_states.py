@@ -59,7 +59,7 @@ def test_answers_are_those_of_the_model_alone(opened, kind):
     check_model(opened, model_of(kind), [prompt_of(each, seed=each) for each in LENGTHS], exact=True)
 
 
-def test_a_state_in_another_dtype_than_kv_comes_back_as_it_was(opened):
+def test_a_state_in_another_dtype_comes_back_as_it_was(opened):
     model = model_of("qwen3-next", torch.bfloat16)
     assert {each.dtype for each in probe(model).states.values()} == {torch.float32, torch.bfloat16}
     check_model(opened, model, [prompt_of(each, seed=each) for each in LENGTHS], exact=False)
@@ -88,7 +88,8 @@ def test_the_state_matters_to_the_answer(opened):
     assert not torch.allclose(said(store.generate, prompt)[1], wanted[1], atol=1e-3)
 
 
-def test_a_state_that_changes_in_memory_is_a_miss_and_stored_again(opened):
+def test_a_state_damaged_in_memory_is_a_miss(opened):
+    """The state is stored again."""
     model, prompt = model_of("falcon-h1"), prompt_of(53)
     store = opened(model, "cpu://?capacity=16MiB")
     wanted = said(store.generate, prompt)
@@ -118,7 +119,7 @@ def test_a_state_that_was_spoilt_on_disk_is_a_miss(opened, tmp_path):
     assert found(store, prompt) == [48]
 
 
-def test_the_state_of_another_prompt_of_equal_length_is_never_taken(opened):
+def test_the_state_of_an_equally_long_prompt_is_never_taken(opened):
     model = model_of("qwen3-next")
     one, other = (torch.cat([torch.tensor([[first]]), prompt_of(52)], 1) for first in (50, 51))
     store = opened(model)
@@ -133,7 +134,7 @@ def test_the_state_of_another_prompt_of_equal_length_is_never_taken(opened):
     assert same(said(store.generate, one), wanted)
 
 
-def test_states_are_stored_where_prompts_end_where_they_part_and_at_steps(opened):
+def test_states_are_stored_at_ends_forks_and_steps(opened):
     model = model_of("qwen3-next")
     store = opened(model, state_tokens=64)
     said(store.generate, prompt_of(150))
@@ -158,7 +159,7 @@ def test_a_conversation_computes_only_what_is_new(opened):
 
 
 @pytest.mark.parametrize("kind", ["qwen3-next", "falcon-h1"])
-def test_each_row_of_a_batch_is_a_prompt_of_its_own_wherever_it_is_padded(opened, kind):
+def test_rows_of_a_batch_are_prompts_however_padded(opened, kind):
     model = model_of(kind)
     prompts = [prompt_of(tokens, seed=tokens) for tokens in (53, 37, 5, 1, 45)]
     ids, mask = padded(*prompts)

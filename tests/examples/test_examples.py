@@ -37,7 +37,7 @@ def test_library(tmp_path):
     assert "every byte is what the model computes" in again
 
 
-def test_a_tier_of_ones_own_finds_what_an_earlier_run_stored(tmp_path):
+def test_a_custom_tier_finds_what_an_earlier_run_stored(tmp_path):
     """`test_my_tier.py` runs the suite for tiers on it."""
     assert "0 tokens came from SQLite, 256 were computed" in run("my_tier.py", tmp_path / "file")
     assert "192 tokens came from SQLite, 64 were computed" in run("my_tier.py", tmp_path / "file")

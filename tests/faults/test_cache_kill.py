@@ -61,7 +61,7 @@ def serve(root: str, seed: int, said: Connection) -> None:
 
 
 @pytest.mark.parametrize("loops", [10, pytest.param(50, marks=pytest.mark.slow)])
-def test_after_a_kill_everything_visible_is_right_and_within_capacity(tmp_path: Path, loops: int):
+def test_after_a_kill_visible_kv_is_right_and_in_capacity(tmp_path: Path, loops: int):
     root, chance = str(tmp_path / "kv"), random.Random(3)
     fork = multiprocessing.get_context("fork")
     served = found = 0

@@ -151,7 +151,7 @@ def test_loads_go_on_while_every_writer_is_stuck(make, warm):
 
 
 @pytest.mark.parametrize("form", [ONE, TWO], ids=["one rank", "two ranks, one of them done"])
-def test_what_a_dead_writer_staged_was_never_visible_stayed_put_and_is_reclaimed(make, form):
+def test_a_dead_writers_staging_is_invisible_and_reclaimed(make, form):
     cache = make(cpu(4))
     dead = cache.reserve(keys(3), form)
     *done, last = form.shards
@@ -397,7 +397,7 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "--lazy", str(root)], check=True)
 
 
-def test_a_disk_that_others_filled_is_used_as_far_as_it_goes_and_again_when_there_is_room(make, small_disk):
+def test_a_disk_filled_by_others_is_used_when_room_returns(make, small_disk):
     cache = make(cpu(12), disk(small_disk / "kv"))
     label, value = "disk", cache.metrics.value
     store(cache, keys(4, "early"))

@@ -98,7 +98,7 @@ def test_a_directory_of_others_is_left_alone_unless_adopted(tmp_path: Path, entr
     DiskTier(root).close()  # it is ours now
 
 
-def test_a_directory_of_ours_stays_ours_whatever_is_put_beside_or_taken_away(tmp_path: Path):
+def test_our_directory_stays_ours_whatever_lies_beside_it(tmp_path: Path):
     (tmp_path / "lost+found").mkdir()
     each = sample(1)
     with closing(DiskTier(tmp_path)) as tier:
@@ -208,7 +208,7 @@ def finds(cache: Cache, keys: list[bytes]) -> bool:
     return right == [True] * len(keys)
 
 
-def test_a_capacity_beyond_the_file_system_is_said_and_the_rest_is_used(small_disk: Path, caplog):
+def test_a_capacity_beyond_the_file_system_is_limited(small_disk: Path, caplog):
     """Somebody else's files take what we had, and give it back."""
     now = [0.0]
     tiers = ("cpu://?capacity=8MiB", f"disk://{small_disk}/kv?capacity=1GiB&policy=lru")
@@ -396,7 +396,7 @@ def test_no_threads_is_a_mistake(tmp_path: Path):
         DiskTier(tmp_path, readers=0)
 
 
-def test_a_directory_that_is_gone_is_named_and_is_one_outage(tmp_path: Path, caplog):
+def test_a_missing_directory_is_named_and_is_one_outage(tmp_path: Path, caplog):
     """What is deleted there succeeds, because nothing is there, and shows nothing."""
     root, layout = tmp_path / "kv", opaque_layout(PAGE)
     form, url = form_of(layout, (layout.whole,)), f"disk://{root}?capacity=16MiB"
@@ -455,7 +455,7 @@ def make_foreign(path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [".", "7f", "partial"])
-def test_a_directory_that_belongs_to_another_user_is_refused(tmp_path: Path, where: str):
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, where: str):
     root = tmp_path / "root"
     DiskTier(root).close()
     make_foreign(root / where)
@@ -468,7 +468,7 @@ def test_a_directory_that_belongs_to_another_user_is_refused(tmp_path: Path, whe
 
 @pytest.mark.parametrize("mode", [0o770, 0o720, 0o702, 0o1777])
 @pytest.mark.parametrize("where", [".", "7f", "partial"])
-def test_a_directory_that_other_users_may_write_to_is_refused(tmp_path: Path, where: str, mode: int):
+def test_a_directory_writable_by_others_is_refused(tmp_path: Path, where: str, mode: int):
     root = tmp_path / "root"
     DiskTier(root).close()
     (root / where).chmod(mode)
@@ -480,7 +480,7 @@ def test_a_directory_that_other_users_may_write_to_is_refused(tmp_path: Path, wh
     DiskTier(root).close()
 
 
-def test_a_new_directory_in_one_that_all_may_write_to_is_ours(tmp_path: Path):
+def test_a_new_directory_in_a_public_one_is_ours(tmp_path: Path):
     """It is held open: what others make of its path meanwhile does not matter."""
     tmp_path.chmod(0o777)
     each, forged = sample(1), sample(2)
@@ -502,7 +502,7 @@ def test_a_new_directory_in_one_that_all_may_write_to_is_ours(tmp_path: Path):
 
 @pytest.mark.unsealed
 @pytest.mark.parametrize("how", ["foreign", "writable"])
-def test_a_file_that_another_user_may_have_written_is_never_served(tmp_path: Path, how: str):
+def test_a_file_that_others_may_have_written_is_not_served(tmp_path: Path, how: str):
     ours, theirs = sample(1), [sample(i) for i in range(2, 5)]
 
     def forge(number: int) -> None:
@@ -565,7 +565,7 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path):
     assert outside.read_bytes() == each.at_rest()
 
 
-def test_a_scan_leaves_what_is_foreign_and_drops_what_is_no_object(tmp_path: Path, caplog):
+def test_a_scan_keeps_foreign_files_and_drops_broken_ones(tmp_path: Path, caplog):
     sound, empty, short, odd = (sample(i) for i in range(4))
     with closing(DiskTier(tmp_path)) as tier:
         store(tier, sound)
@@ -699,7 +699,7 @@ def test_verify_names_what_the_system_refuses_and_goes_on(tmp_path: Path, refuse
 
 
 @pytest.mark.unsealed
-def test_a_directory_that_the_system_refuses_ends_a_scan_and_verify_names_it(tmp_path: Path, monkeypatch):
+def test_an_unreadable_directory_ends_a_scan_and_is_named(tmp_path: Path, monkeypatch):
     """What it holds is not known: to serve without it would bring deleted values back one day."""
     with closing(DiskTier(tmp_path)) as tier:
         store(tier, *(sample(i) for i in range(2)))
@@ -806,7 +806,7 @@ def test_verify_names_what_is_wrong_and_mends_what_it_may(tmp_path: Path):
 
 
 @pytest.mark.unsealed
-def test_verify_finds_nothing_wrong_with_objects_of_one_page(tmp_path: Path):
+def test_verify_accepts_objects_of_one_page(tmp_path: Path):
     """Their headers and payloads were read into one buffer: each was said to be corrupt, and deleted."""
     root = tmp_path / "kv"
     with closing(DiskTier(root)) as tier:

@@ -125,7 +125,7 @@ def test_a_process_ends_soon_and_leaves_nothing_wrong(tmp_path: Path, how: str):
     assert longest < (30 if how == "close" else 5)
 
 
-def test_a_server_ends_within_its_grace_whatever_is_under_way(tmp_path: Path):
+def test_a_server_ends_within_its_grace_under_load(tmp_path: Path):
     """In tests/server: values that are being received are finished, clients that do not end are left."""
     from tests.server.process import served
 
@@ -198,7 +198,7 @@ def test_all_that_was_damaged_is_found_by_whoever_reads_it(tmp_path: Path):
     )
 
 
-def test_a_child_that_ends_leaves_the_directory_to_its_parent(tmp_path: Path):
+def test_a_child_that_ends_leaves_its_parent_the_directory(tmp_path: Path):
     with closing(DiskTier(tmp_path / "kv")):
         child = os.fork()
         if child == 0:

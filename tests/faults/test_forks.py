@@ -171,7 +171,7 @@ def open_files() -> set[str]:
     return found
 
 
-def test_a_child_has_no_socket_lock_or_memory_file_of_its_parent(tmp_path: Path):
+def test_a_child_holds_no_socket_lock_or_file_of_its_parent(tmp_path: Path):
     redis = RedisServer(tmp_path / "redis")
     try:
         with served(tmp_path, unix=str(tmp_path / "socket")) as server:
@@ -195,7 +195,7 @@ def test_a_child_has_no_socket_lock_or_memory_file_of_its_parent(tmp_path: Path)
         redis.kill()
 
 
-def test_what_its_parent_has_closed_before_costs_a_child_nothing(tmp_path: Path):
+def test_a_child_ignores_what_its_parent_closed_before(tmp_path: Path):
     """Others have these numbers now."""
     with served(tmp_path, unix=str(tmp_path / "socket")) as server:
         cache = Cache(
@@ -215,7 +215,7 @@ def test_what_its_parent_has_closed_before_costs_a_child_nothing(tmp_path: Path)
             os.close(end)
 
 
-def test_a_directory_is_free_when_its_owner_was_killed_whatever_child_lives_on(tmp_path: Path):
+def test_a_killed_owner_frees_its_directory_despite_a_child(tmp_path: Path):
     script = (
         "import sys\nfrom lmtier import Cache, Config\n"
         "cache = Cache(Config(tiers=('cpu://?capacity=1MiB', sys.argv[1]), prefault=False))"
@@ -231,7 +231,7 @@ def test_a_directory_is_free_when_its_owner_was_killed_whatever_child_lives_on(t
         until(is_free)  # the child may not have begun
 
 
-def test_what_a_killed_engine_held_is_free_whatever_child_lives_on(tmp_path: Path):
+def test_a_killed_engine_frees_its_memory_despite_a_child(tmp_path: Path):
     script = (
         "import sys\nfrom lmtier.client.client import Client\nfrom tests.core.test_cache import ONE, keys\n"
         "client = Client(sys.argv[1])\n"
@@ -245,7 +245,7 @@ def test_what_a_killed_engine_held_is_free_whatever_child_lives_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize("what", ["disk", "redis"])
-def test_a_tier_of_a_parent_is_of_no_use_to_a_child_and_not_disturbed_by_it(tmp_path: Path, what: str):
+def test_a_child_cannot_use_its_parents_tier_or_disturb_it(tmp_path: Path, what: str):
     redis = RedisServer(tmp_path / "redis")
     url = {"disk": f"disk://{tmp_path}/kv?capacity=1GiB", "redis": f"redis://127.0.0.1:{redis.port}"}[what]
     each = sample(1)

@@ -281,7 +281,7 @@ def test_a_bucket_that_ends_early_is_a_miss_in_time(keys, lie):
         must_miss(endure(s3_at(liar.port)))
 
 
-def test_a_bucket_that_tells_the_truth_is_found_by_the_same_means(keys):
+def test_a_truthful_bucket_is_found_in_the_same_way(keys):
     """So what the lies do not get is not missed for another reason."""
 
     def truth(liar: Liar, request: bytes) -> Said:
@@ -303,7 +303,7 @@ def test_who_sends_us_on_gets_no_request_there(keys):
         assert elsewhere.requests == 0
 
 
-def test_a_load_and_the_deletion_of_what_it_finds_corrupt_have_one_deadline(keys):
+def test_a_corrupt_load_and_its_deletion_share_a_deadline(keys):
     def truth_late(liar: Liar, request: bytes) -> Said:
         if request[:3] == b"GET" and b"list-type" not in request:
             return http_reply(bytes(PAGE + OURS.room))
@@ -538,7 +538,7 @@ def test_a_search_that_comes_back_to_where_it_was_ends(keys):
         assert "a SCAN was answered" in clear(tier).error
 
 
-def test_objects_that_promise_more_parts_than_there_are_cost_a_deletion_no_more_than_its_time():
+def test_cards_that_promise_many_parts_delay_no_deletion():
     card = bulk(CARD.pack(b"lmtier-1", bytes(8), 65_536 * PAGE, PAGE))
 
     def say(liar: Liar, request: bytes) -> Said:

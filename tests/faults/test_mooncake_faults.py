@@ -100,7 +100,7 @@ def test_a_dead_node_is_replaced_by_a_replica_or_is_a_miss(tmp_path):
 
 
 @pytest.mark.alone
-def test_what_stands_still_is_given_up_in_time_and_writes_into_no_extent(tmp_path):
+def test_a_stopped_node_is_given_up_and_fills_no_extent(tmp_path):
     objects = [sample(i, SIZE) for i in range(4)]
     with mooncake(tmp_path) as servers, closing(tier_of(servers.url(), "connections=1", DEADLINE)) as tier:
         until(lambda: not store(tier, *objects).failed)

@@ -111,7 +111,7 @@ def test_it_starts_without_its_server_and_finds_it_later(tmp_path, caplog):
         assert both(tier, each) == (Reason.ERROR, Reason.ERROR)
 
 
-def test_a_socket_that_is_not_there_is_a_failure_and_not_a_miss(tmp_path):
+def test_a_missing_socket_is_a_failure_and_not_a_miss(tmp_path):
     with closing(open_tier(TierSpec.parse(f"unix://{tmp_path}/socket"))) as tier:
         assert both(tier, sample(1)) == (Reason.ERROR, Reason.ERROR)
 
@@ -151,9 +151,7 @@ def test_a_file_that_is_not_there_is_an_error_at_start(option):
         open_tier(TierSpec.parse(f"redis://host?{option}"))
 
 
-def test_passwords_come_from_the_url_a_file_or_the_environment_and_are_told_to_nobody(
-    tmp_path, caplog, monkeypatch
-):
+def test_passwords_come_from_three_places_and_never_show(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
     (tmp_path / "secret").write_text("hunter2\n")
     with running(tmp_path / "redis", password="hunter2") as server:
@@ -179,7 +177,7 @@ def test_passwords_come_from_the_url_a_file_or_the_environment_and_are_told_to_n
     assert "hunter" not in caplog.text
 
 
-def test_a_server_that_repeats_what_it_does_not_know_does_not_make_us_tell_the_password(tmp_path, caplog):
+def test_a_server_that_echoes_does_not_reveal_the_password(tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     with running(tmp_path, "--rename-command", "AUTH", "") as server:
         url = f"redis://:hunter2@127.0.0.1:{server.port}?deadline={DEADLINE}s"
@@ -269,7 +267,7 @@ def test_a_full_server_is_full_and_still_read(tmp_path):
         assert all(any(key.startswith(head) for head in heads) for key in server.names())
 
 
-def test_a_server_that_evicts_parts_gives_misses_and_nothing_wrong(tmp_path):
+def test_a_server_that_evicts_parts_gives_only_misses(tmp_path):
     objects = [large(i) for i in range(60)]
     evicting = ("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-random")
     with running(tmp_path, *evicting) as server, closing(tier_at(server.port)) as tier:
@@ -294,7 +292,8 @@ def test_a_server_that_evicts_parts_gives_misses_and_nothing_wrong(tmp_path):
     ],
 )
 @pytest.mark.parametrize("number", [-1, 0, 1, 3])
-def test_a_part_that_is_gone_or_foreign_is_a_miss_and_the_rest_is_deleted(fresh, spoil, reason, number):
+def test_a_lost_or_foreign_part_makes_its_object_a_miss(fresh, spoil, reason, number):
+    """The rest of the object is deleted."""
     each = large(1)
     with closing(tier_at(fresh.port)) as tier:
         store(tier, each)
@@ -396,7 +395,7 @@ def test_a_lookup_of_500_is_one_round_trip(fresh, proxy):
         assert calls.keys() <= {"cmdstat_getrange", "cmdstat_config|resetstat", "cmdstat_info"}
 
 
-def test_a_delete_of_many_is_one_round_trip_and_one_for_their_parts(fresh, proxy):
+def test_deleting_many_objects_takes_one_or_two_round_trips(fresh, proxy):
     with closing(tier_at(proxy.port)) as tier:
         for objects, turns in (([sample(i) for i in range(50)], 1), ([large(i) for i in range(20)], 2)):
             store(tier, *objects)
@@ -465,7 +464,7 @@ def test_a_connection_cut_at_any_byte_is_a_miss(fresh, way, what):
 
 @pytest.mark.parametrize("place", [0, 1, 5, 20, 60, 4000, PART + 10, 2 * PART])
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_large_object_cut_anywhere_is_a_miss_and_leaves_no_litter(fresh, proxy, way, place):
+def test_a_large_object_cut_anywhere_leaves_no_litter(fresh, proxy, way, place):
     each = large(1)
     with closing(tier_at(proxy.port)) as tier:
         proxy.cut(**{way: place})
@@ -578,7 +577,7 @@ def saying(says: bytes) -> Iterator[int]:
             thread.join(10)
 
 
-def test_a_server_that_restarts_costs_nothing_that_was_not_under_way(tmp_path):
+def test_a_restarted_server_costs_only_what_was_under_way(tmp_path):
     each = sample(1)
     with running(tmp_path) as server, closing(tier_at(server.port)) as tier:
         store(tier, *(sample(i) for i in range(16)))  # every connection is made
@@ -630,7 +629,7 @@ def test_tls_that_is_not_to_be_trusted_is_a_miss(tmp_path):
 # ---- several servers
 
 
-def test_a_replica_that_may_not_write_is_a_failure_and_can_be_read(tmp_path):
+def test_a_read_only_replica_fails_stores_and_can_be_read(tmp_path):
     each, new = large(1), large(2)
     with running(tmp_path / "master") as master, running(tmp_path / "replica") as replica:
         with closing(tier_at(master.port)) as tier:
@@ -744,7 +743,7 @@ def test_a_cluster_that_loses_a_node_is_a_miss_in_time(tmp_path):
         until(lambda: all(both(tier, each) == (None, None) for each in objects))
 
 
-def test_parts_on_a_node_that_died_stop_no_write_to_the_others(tmp_path):
+def test_parts_on_a_dead_node_stop_no_write_to_others(tmp_path):
     """Else one node takes the whole cluster along."""
     with cluster(tmp_path) as nodes, closing(tier_at(nodes[0].port, scheme="redis-cluster")) as tier:
         for node in nodes:
@@ -763,7 +762,7 @@ def test_parts_on_a_node_that_died_stop_no_write_to_the_others(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_moves_between_nodes_while_they_are_cleared_goes_too(tmp_path):
+def test_objects_that_move_during_a_clear_go_too(tmp_path):
     objects = [large(i) for i in range(60)]
     with cluster(tmp_path) as nodes, closing(tier_at(nodes[0].port, scheme="redis-cluster")) as tier:
         store(tier, *objects)
@@ -799,7 +798,8 @@ def clear(tier: Tier, model: str) -> str:
     return run(tier, Job(1, Op.CLEAR, (), selector=Selector(namespace(model)))).error
 
 
-def test_a_clear_takes_one_model_with_all_its_parts_and_whoever_lost_them(fresh):
+def test_a_clear_takes_all_parts_of_one_model(fresh):
+    """Parts whose object is lost go too."""
     mine, others = of_model("m", [large(i) for i in range(40)]), of_model("n", [large(i) for i in range(9)])
     with closing(tier_at(fresh.port)) as tier, closing(tier_at(fresh.port, "namespace=de")) as next_door:
         store(next_door, *mine)
@@ -831,7 +831,7 @@ def of_tenant(objects: list[Sample]) -> list[Sample]:
     return [replace_start(each, start) for each in objects]
 
 
-def test_a_tenant_who_leaves_takes_along_parts_whose_object_is_gone(fresh):
+def test_forgetting_a_tenant_takes_parts_without_an_object(fresh):
     theirs, other = of_tenant([large(1), large(2), sample(3)]), large(4)
     with closing(tier_at(fresh.port)) as tier:
         store(tier, other)
@@ -878,7 +878,7 @@ def test_a_clear_asks_a_little_at_a_time(fresh, proxy):
 
 
 @pytest.mark.parametrize("place", [0, 30, 3000])
-def test_a_clear_cut_in_the_middle_is_a_failure_that_can_be_repeated(fresh, proxy, place):
+def test_a_clear_cut_in_the_middle_can_be_repeated(fresh, proxy, place):
     objects = of_model("m", [large(i) for i in range(40)])
     with closing(tier_at(proxy.port)) as tier:
         store(tier, *objects)
@@ -962,7 +962,7 @@ def test_caches_share_what_they_store_and_namespaces_do_not(fresh):
         later.check()
 
 
-def test_what_is_cleared_is_not_found_from_then_on_and_what_is_new_stays(tmp_path):
+def test_a_clear_hides_its_model_at_once_and_keeps_new_kv(tmp_path):
     model = [namespace("m") + key[4:] for key in keys_of(0, 20)]
     other = [namespace("n") + key[4:] for key in keys_of(0, 5)]
     with running(tmp_path) as server, cache_at(server.port) as cache, cache_at(server.port) as far:
@@ -1018,7 +1018,7 @@ def test_a_server_that_is_away_is_cleared_when_it_returns(tmp_path):
         assert len(server.names()) == 20 * 3
 
 
-def test_a_user_who_may_not_search_loses_nothing_but_the_clear(tmp_path):
+def test_a_user_who_may_not_search_only_loses_the_clear(tmp_path):
     keys = [namespace("m") + key[4:] for key in keys_of(0, 4)]
     other = [namespace("n") + key[4:] for key in keys_of(0, 4)]
     rights = ("+get", "+getrange", "+set", "+unlink")
@@ -1066,7 +1066,7 @@ def test_a_server_clears_its_redis_tier_when_told_to(tmp_path, capsys):
             assert "forgot the KV of m: 0 chunks in cpu, whatever was in redis\n" in capsys.readouterr().out
 
 
-def test_a_dead_server_is_left_alone_and_used_again_soon_after_it_returns(tmp_path):
+def test_a_dead_server_is_used_soon_after_it_returns(tmp_path):
     keys = keys_of(0, 8)
     with running(tmp_path) as server, cache_at(server.port) as cache:
         save(cache, keys)
@@ -1101,7 +1101,7 @@ def test_a_dead_server_is_left_alone_and_used_again_soon_after_it_returns(tmp_pa
         cache.check()
 
 
-def test_a_thousand_transfers_with_kills_between_give_no_wrong_byte(tmp_path):
+def test_many_transfers_between_kills_give_no_wrong_byte(tmp_path):
     objects = [large(i) for i in range(25)]
     with running(tmp_path) as server, closing(tier_at(server.port)) as tier:
         failures = wrong = loaded = 0

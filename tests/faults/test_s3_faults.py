@@ -175,7 +175,7 @@ def test_wrong_keys_are_a_failure_and_are_told_to_nobody(server, tmp_path, caplo
 
 
 @pytest.mark.parametrize("skew", [-3600.0, 3600.0, 86400.0])
-def test_a_clock_that_is_wrong_is_put_right_by_the_first_refusal(server, tmp_path, skew):
+def test_a_wrong_clock_is_corrected_by_the_first_refusal(server, tmp_path, skew):
     each = sample(1)
     with closing(tier_at(server.port, tmp_path.name)) as tier:
         tier._bucket.skew = skew  # as if this host's clock were wrong by that
@@ -297,7 +297,7 @@ def test_a_refusal_before_the_whole_body_was_sent_is_heard(tmp_path):
     assert asked == [b"GET", b"PUT", b"PUT"], "at the start; then no body is sent twice"
 
 
-def test_what_a_server_asks_to_send_once_more_is_sent_once_more(meddler, tmp_path):
+def test_a_request_is_sent_once_more_if_the_server_asks(meddler, tmp_path):
     """S3 says so of an internal error; rclone has one for the first stores in a folder."""
     each = sample(1)
     with closing(tier_at(meddler.port, tmp_path.name)) as tier:
@@ -569,7 +569,8 @@ def test_a_list_is_as_long_as_the_bucket_and_of_one_model(server, tmp_path):
         assert lookup(tier, others[0].name).keys() == {others[0].name}
 
 
-def test_what_another_host_stores_is_found_by_the_next_list_and_not_asked_for_before(meddler, tmp_path):
+def test_the_next_list_finds_what_another_host_has_stored(meddler, tmp_path):
+    """Lookups before that list send no request."""
     one, two = of_model(1), of_model(2)
     with (
         closing(tier_at(meddler.port, tmp_path.name)) as writer,
@@ -588,7 +589,7 @@ def test_what_another_host_stores_is_found_by_the_next_list_and_not_asked_for_be
         assert meddler.requests == []
 
 
-def test_what_another_host_deletes_is_missed_when_it_is_read(server, tmp_path):
+def test_chunks_deleted_elsewhere_are_missed_when_read(server, tmp_path):
     one, two = of_model(1), of_model(2)
     with (
         closing(tier_at(server.port, tmp_path.name)) as tier,
@@ -602,7 +603,7 @@ def test_what_another_host_deletes_is_missed_when_it_is_read(server, tmp_path):
         assert lookup(tier, one.name, two.name).keys() == {two.name}
 
 
-def test_what_happens_while_a_list_is_fetched_is_not_undone_by_it(meddler, tmp_path):
+def test_a_list_undoes_nothing_that_happens_while_it_comes(meddler, tmp_path):
     gone, new, there = of_model(1), of_model(2), of_model(3)
     reached, go = threading.Event(), threading.Event()
 
@@ -644,7 +645,7 @@ def test_a_list_that_takes_long_is_waited_for_once(meddler, tmp_path):
         until(lambda: lookup(tier, each.name).keys() == {each.name})
 
 
-def test_a_list_that_could_not_be_fetched_is_fetched_soon_after(meddler, tmp_path):
+def test_a_list_that_failed_is_fetched_again_soon(meddler, tmp_path):
     one, two = of_model(1), of_model(2)
     failed, go = threading.Event(), threading.Event()
 
@@ -670,7 +671,7 @@ def test_a_list_that_could_not_be_fetched_is_fetched_soon_after(meddler, tmp_pat
         until(lambda: run(tier, Job(1, Op.LOOKUP, (Item(two.name),))).ok, 4.0)
 
 
-def test_the_headers_of_suspects_are_read_and_nothing_else_is_deleted(server, tmp_path):
+def test_a_search_deletes_suspects_and_nothing_else(server, tmp_path):
     mine, others = [of_model(i) for i in range(30)], [sample(i) for i in range(9)]
     with closing(tier_at(server.port, tmp_path.name)) as tier:
         store(tier, *mine, *others)
@@ -770,7 +771,7 @@ def test_caches_share_what_they_store_and_namespaces_do_not(server, tmp_path):
 
 
 @pytest.mark.alone
-def test_a_server_that_fails_is_left_alone_and_used_again_soon_after_it_works(meddler, tmp_path):
+def test_a_failing_server_is_used_soon_after_it_works(meddler, tmp_path):
     keys = keys_of(0, 8)
     with cache_at(meddler.port, tmp_path.name) as cache:
         save(cache, keys)

@@ -257,7 +257,7 @@ def busy(folder: Path, times: int, each_dies: int) -> None:
             client.check()
 
 
-def test_engines_go_on_through_takeovers_and_through_those_that_fail(tmp_path: Path) -> None:
+def test_engines_survive_takeovers_also_those_that_fail(tmp_path: Path) -> None:
     busy(tmp_path, times=6, each_dies=3)
 
 
@@ -282,7 +282,7 @@ def test_a_server_that_is_ready_too_late_does_not_serve(tmp_path: Path) -> None:
         assert client.lost == 0
 
 
-def test_room_is_not_given_away_twice_when_memory_is_short_and_redis_clients_write(tmp_path: Path) -> None:
+def test_a_takeover_never_gives_memory_away_twice(tmp_path: Path) -> None:
     """Two engines need more than the memory, so each takeover has chunks that leave, and extents in use."""
     with host(tmp_path, "1MiB") as running:
         engines = [Process(_ENGINE, running.log, running.unix, f"engine {n}") for n in range(2)]
@@ -407,7 +407,7 @@ def test_the_report_goes_on_where_the_other_server_ended(tmp_path: Path) -> None
 
 
 @needs_root
-def test_whom_the_settings_serve_no_more_is_not_served_after_a_takeover_and_the_other_way(
+def test_a_takeover_serves_only_those_its_settings_allow(
     tmp_path: Path,
 ) -> None:
     address = "127.0.0.1", free_port()
@@ -435,7 +435,7 @@ def test_whom_the_settings_serve_no_more_is_not_served_after_a_takeover_and_the_
             other.expect(b"value", "GET", "name")
 
 
-def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(tmp_path: Path) -> None:
+def test_only_the_servers_user_takes_over_by_unix_socket(tmp_path: Path) -> None:
     with served(tmp_path, unix=str(tmp_path / "socket")) as server:
         answer = server.ask("LMTIER.TAKEOVER", VERSION, 256, "", 1)
         assert answer == "NOPERM only the user of this server can take over, on its Unix socket"
@@ -443,7 +443,7 @@ def test_only_the_user_of_the_server_can_take_over_and_only_on_its_unix_socket(t
             assert f"files of version {VERSION}" in wire.ask("LMTIER.TAKEOVER", VERSION + 1, 256, "", 1)
 
 
-def test_settings_that_do_not_fit_are_refused_before_the_server_stands_still(tmp_path: Path) -> None:
+def test_unfit_settings_are_refused_before_the_takeover(tmp_path: Path) -> None:
     with served(tmp_path, unix=str(tmp_path / "socket")):
         for wrong, why in (
             (Config(chunk_tokens=32, tiers=["cpu://?capacity=64MiB"]), "chunk_tokens=256"),

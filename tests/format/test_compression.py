@@ -71,7 +71,7 @@ def test_whatever_goes_in_comes_out(name, payload):
 
 
 @pytest.mark.parametrize("name", ["bitshuffle-lz4", "shuffle-zstd"])
-def test_blosc_chunks_do_not_get_larger_than_what_they_stand_for(name):
+def test_blosc_chunks_never_outgrow_what_they_stand_for(name):
     noise = np.random.default_rng(0).bytes(1 << 16)
     assert encoded(name, noise) == b""
     assert 0 < len(encoded(name, bytes(1 << 16))) < 1 << 10
@@ -97,7 +97,7 @@ def test_bf16_gets_smaller_and_how_much():
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_does_not_fit_its_room_says_so_and_stays_inside(name):
+def test_an_encoding_too_large_for_its_room_stays_inside(name):
     layout = layout_of(layers=4)
     payload = kv_like(layout.nbytes(layout.whole))
     whole = len(encoded(name, payload, layout))
@@ -172,7 +172,7 @@ def test_noise_is_refused_or_stays_inside_its_room(name, noise):
         (12, struct.pack("<I", 2**31 - 1)),
     ],
 )
-def test_kinds_of_chunks_that_nobody_writes_are_refused_unseen(name, at, value):
+def test_unknown_kinds_of_chunks_are_refused_unread(name, at, value):
     layout = layout_of()
     size = layout.nbytes(layout.whole)
     body = bytearray(encoded(name, kv_like(size), layout))

@@ -89,7 +89,7 @@ def test_it_comes_back_and_its_mark_with_it_if_it_is_exact(name):
 
 
 @every_codec
-def test_nothing_of_what_was_in_an_extent_stays_behind_the_payload(name):
+def test_nothing_of_an_earlier_extent_follows_the_payload(name):
     """What is loaded may be stored elsewhere, in whole pages."""
     each = kv_sample(3, replace(layout_of(layers=4), chunk_tokens=56))
     assert each.header.nbytes % PAGE
@@ -188,7 +188,7 @@ def test_lengths_that_nobody_writes_are_refused(name, raw, stored):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_a_bomb_is_corrupt_though_all_its_checksums_are_right(name):
+def test_a_bomb_with_right_checksums_is_corrupt(name):
     """Its bytes stand for more, or for less, than its layout says."""
     each = kv_sample(10)
     for nbytes in (each.header.nbytes - 8, each.header.nbytes + 8, 1 << 24):
@@ -201,7 +201,7 @@ def test_a_bomb_is_corrupt_though_all_its_checksums_are_right(name):
 
 
 @every_codec
-def test_an_object_that_is_larger_than_its_readers_room_is_refused(name):
+def test_an_object_beyond_its_readers_room_is_refused(name):
     each = kv_sample(11)
     page, body = at_rest(each, name)
     with pytest.raises(CorruptObject, match="decoded, where"):
@@ -211,7 +211,7 @@ def test_an_object_that_is_larger_than_its_readers_room_is_refused(name):
 @every_codec
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_whatever_is_under_right_checksums_is_decoded_within_bounds_or_corrupt(name, data):
+def test_noise_with_right_checksums_stays_within_bounds(name, data):
     each = kv_sample(12)
     page, body = at_rest(each, name)
     header = peek(memoryview(page), each.name)[0]
@@ -231,7 +231,7 @@ def test_whatever_is_under_right_checksums_is_decoded_within_bounds_or_corrupt(n
     assert bytes(guard[each.room :]) == b"\xc3" * PAGE
 
 
-def test_a_missing_library_is_no_reason_to_call_an_object_corrupt():
+def test_a_missing_library_makes_no_object_corrupt():
     each = kv_sample(13)
     page, body = at_rest(each, "shuffle-zstd")
     with no_library():

@@ -146,7 +146,7 @@ def test_n_tokens_have_a_key_for_each_whole_chunk(tokens, size):
     st.lists(st.integers(0, 3), max_size=12),
     st.lists(st.integers(0, 3), max_size=12),
 )
-def test_two_prompts_share_the_keys_of_their_common_chunks_and_no_others(common, left, right):
+def test_prompts_share_only_the_keys_of_their_common_chunks(common, left, right):
     one, two = common + left, common + right
     shared = next(
         (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two))
@@ -246,7 +246,8 @@ def test_no_tokens_no_keys(empty):
         7,
     ],
 )
-def test_what_is_not_a_row_of_32_bit_integers_is_refused_and_changes_nothing(ids):
+def test_only_rows_of_32_bit_integers_are_token_ids(ids):
+    """A refusal changes nothing."""
     chain = KeyChain(ROOT, 1, [1])
     with pytest.raises(LayoutError, match=r"token id"):
         chain.extend(ids)
@@ -271,7 +272,7 @@ def test_lora_salt_and_chunk_size_change_every_key(root):
 
 
 @given(*[st.text(max_size=6)] * 4, st.data())
-def test_moving_text_between_neighbours_never_gives_the_same_seed(model, weights, lora, salt, data):
+def test_text_moved_between_fields_changes_the_seed(model, weights, lora, salt, data):
     def root(parts: list[str]) -> Key:
         model, weights, lora, salt = parts
         return seed(Identity(model=model, weights=weights or "w"), 4, lora=lora, salt=salt)
@@ -334,7 +335,7 @@ def test_unknown_weights_are_shared_with_nobody():
 # ---- images
 
 
-def test_two_images_under_equal_placeholders_have_different_keys():
+def test_images_under_equal_placeholders_have_other_keys():
     tokens = [1, 9, 9, 9, 9, 9, 2, 3]
     cat, dog = keys_of(tokens, (Extra(1, 5, "cat"),)), keys_of(tokens, (Extra(1, 5, "dog"),))
     assert not set(cat) & set(dog)
@@ -366,12 +367,12 @@ def test_offsets_count_from_the_chunk():
     assert keys_of(range(4, 8), (Extra(2, 2, "cat"),), root=first) != [second]
 
 
-def test_the_order_in_which_images_are_given_does_not_matter():
+def test_the_order_of_images_does_not_matter():
     one, two = Extra(0, 2, "cat"), Extra(2, 2, "dog")
     assert keys_of(range(8), (one, two)) == keys_of(range(8), (two, one))
 
 
-def test_an_image_that_ends_where_a_chunk_begins_is_not_in_it():
+def test_an_image_that_ends_where_a_chunk_begins_is_outside():
     assert keys_of(range(4), (Extra(4, 2, "cat"),)) == keys_of(range(4))
     assert keys_of(range(8), (Extra(2, 2, "cat"),))[0] != keys_of(range(8))[0]
 
@@ -448,7 +449,7 @@ def test_weights_without_files_are_refused():
 
 
 @pytest.mark.parametrize("odd", ["\udc80", "x\ud800"])
-def test_a_name_with_half_of_a_character_is_refused_in_a_sentence(odd):
+def test_a_name_with_half_of_a_character_is_refused(odd):
     for words in ({"salt": odd}, {"lora": odd}):
         with pytest.raises(MisuseError, match="half of a character"):
             keys.seed(keys.Identity(model="m", weights="w"), 16, **words)

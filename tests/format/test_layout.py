@@ -159,14 +159,14 @@ def test_what_the_ranks_write_tiles_the_model_exactly_once(layout, data):
     assert sum(map(layout.nbytes, written)) == layout.nbytes(layout.whole)
 
 
-def test_more_ranks_than_heads_share_shards_and_one_of_them_writes():
+def test_of_ranks_that_share_a_shard_one_writes():
     layout = replace(LLAMA, layers=(LayerShape(2, 128, 128),) * 4)
     held = [layout.shard(rank=rank, ranks=8) for rank in range(8)]
     assert held == [Shard(0, 4, 0, 1)] * 4 + [Shard(0, 4, 1, 2)] * 4
     assert [layout.writes(rank=rank, ranks=8) for rank in range(8)] == [True, False, False, False] * 2
 
 
-def test_layers_of_different_head_counts_split_in_common_units():
+def test_layers_of_unequal_heads_split_in_common_units():
     layout = replace(LLAMA, layers=(LayerShape(8, 64, 64), LayerShape(4, 64, 64), LayerShape(12, 64, 64)))
     half = layout.shard(rank=1, ranks=2)
     assert half == Shard(0, 3, 2, 4)
@@ -244,7 +244,7 @@ def test_a_missing_rank_is_a_miss():
 # ---- what can be read as what
 
 
-def test_known_packings_read_each_other_and_opaque_ones_only_themselves():
+def test_packings_read_one_another_unless_opaque():
     planes = replace(LLAMA, packing="planes", block_tokens=64)
     assert LLAMA.reads(planes)
     assert planes.reads(LLAMA)
@@ -327,7 +327,7 @@ def test_impossible_layouts_are_refused_by_name(change, said):
 
 
 @given(layouts())
-def test_json_round_trip_gives_the_same_layout_and_the_same_object(layout):
+def test_json_gives_back_the_same_layout_object(layout):
     text = layout.to_json()
     assert Layout.from_json(text) == layout
     assert Layout.from_json(text) is Layout.from_json(bytes(bytearray(text)))
@@ -466,7 +466,7 @@ def test_every_layout_that_can_be_made_fits_a_header():
     assert read_header(page)[0] == header
 
 
-def test_what_is_computed_of_a_form_grows_with_its_layers_and_shards_and_not_with_their_product():
+def test_a_forms_memory_grows_with_layers_plus_shards():
     layout = replace(LLAMA, layers=(LayerShape(1024, 64, 64),) * 1024)
     shards = [Shard(0, 1024, head, head + 1) for head in range(1024)]
     tracemalloc.start()

@@ -75,7 +75,7 @@ def test_a_header_says_who_stored_it_and_when(by):
     assert page[4008:4080].rstrip(b"\0").decode() == by[:72]
 
 
-def test_sealing_leaves_the_payload_alone_and_the_rest_of_an_extent_out():
+def test_sealing_ignores_what_follows_the_payload():
     page, extent = sealed(PAGE)
     again, _ = sealed(SIZE)
     assert page == again
@@ -96,14 +96,14 @@ def test_an_object_may_arrive_in_whole_pages():
 
 
 @given(st.binary(max_size=MARK_ROOM))
-def test_a_mark_comes_back_whole_with_or_without_its_payload(mark: bytes):
+def test_a_mark_comes_back_with_or_without_its_payload(mark: bytes):
     page, payload = bytearray(PAGE), bytearray(SIZE)
     seal(memoryview(page), Header(NAME, LAYOUT, SIZE, mark), memoryview(payload))
     assert read(page, payload).mark == mark
     assert peek(memoryview(page), NAME)[0].mark == mark
 
 
-def test_a_mark_that_is_said_to_be_longer_than_its_room_is_not_believed():
+def test_a_mark_longer_than_its_room_is_not_believed():
     page, _ = sealed()
     page[112:116] = struct.pack("<I", 4000)
     with pytest.raises(CorruptObject, match="do not fit"):
@@ -171,7 +171,7 @@ def test_every_truncation_is_noticed():
                 read(cut[:PAGE], cut[PAGE:])
 
 
-def test_every_short_arrival_is_noticed_even_where_the_buffer_holds_old_bytes():
+def test_every_short_arrival_is_noticed_over_old_bytes():
     page, extent = sealed(padded(SIZE))
     for got in range(-PAGE, padded(SIZE) + 17):
         if got in (SIZE, padded(SIZE)):
@@ -201,7 +201,7 @@ def test_a_payload_under_another_objects_header_is_noticed():
 
 
 @pytest.mark.parametrize("version", [0, 3, 2**32 - 1])
-def test_another_format_version_is_refused_even_where_its_checksum_is_right(version):
+def test_another_version_with_a_right_checksum_is_refused(version):
     page, payload = sealed()
     page[8:12] = struct.pack("<I", version)
     with pytest.raises(CorruptObject, match=f"format version {version}; this reader knows 1"):
@@ -231,7 +231,7 @@ def test_another_format_version_is_refused_even_where_its_checksum_is_right(vers
         (128, b"[" * 2000),
     ],
 )
-def test_a_hostile_header_is_refused_and_nothing_is_allocated_on_its_word(at, value):
+def test_a_hostile_header_is_refused_and_allocates_nothing(at, value):
     page, payload = sealed()
     page[at : at + len(value)] = value
     refused_cheaply(reseal(page), payload)
@@ -247,7 +247,7 @@ def test_a_hostile_header_is_refused_and_nothing_is_allocated_on_its_word(at, va
         "[[2,2,4,4]],\"layers\":[[2,2,4,4]]",
     ],
 )  # fmt: skip
-def test_a_hostile_layout_is_refused_and_nothing_is_allocated_on_its_word(layers):
+def test_a_hostile_layout_is_refused_and_allocates_nothing(layers):
     page, payload = sealed()
     text = LAYOUT.to_json().replace(b"[[2,2,4,4]]", layers.encode())
     page[12:16] = struct.pack("<I", len(text))
@@ -280,7 +280,7 @@ def test_no_bytes_make_the_reader_raise_anything_else(noise):
     del payload
 
 
-def test_a_payload_shorter_than_the_header_says_is_refused_before_it_is_hashed():
+def test_a_short_payload_is_refused_before_it_is_hashed():
     page, payload = sealed()
     with pytest.raises(CorruptObject, match=f"truncated: {SIZE - 1} of {SIZE}"):
         read(page, payload[:-1])
@@ -288,7 +288,7 @@ def test_a_payload_shorter_than_the_header_says_is_refused_before_it_is_hashed()
         read(page, payload[:-1], got=SIZE)
 
 
-def test_a_mark_too_large_for_the_header_is_refused_when_written():
+def test_a_mark_too_large_for_the_header_is_not_written():
     layers = tuple(LayerShape(1 + i % 2, 1000 + i, 1000 + i) for i in range(200))
     layout = Layout(layers, "bf16", 1, 1, "token")
     header = Header(Name(NAME.key, layout.whole), layout, 8, mark=bytes(mark_room(layout) + 1))

@@ -123,7 +123,7 @@ def hkdf(secret: bytes, salt: bytes, info: bytes, nbytes: int) -> bytes:
     return hmac.digest(hmac.digest(salt or bytes(32), secret, "sha256"), info + b"\1", "sha256")[:nbytes]
 
 
-def test_another_reader_that_follows_the_specification_reads_it():
+def test_a_reader_built_from_the_specification_reads_it():
     """What docs/FORMAT.md says, with other functions."""
     each = sample(1, 3 * PAGE - 100)
     data = bytes(sealed(each, Ring(ONE)))
@@ -189,7 +189,7 @@ def test_every_codec_is_sealed_after_it_encoded(codec):
     assert payload == extent
 
 
-def test_nothing_is_left_in_the_memory_that_it_was_decoded_in():
+def test_decoding_leaves_nothing_in_its_working_memory():
     each, scratch = kv_sample(4), Scratch()
     data = sealed(each, Ring(ONE), "shuffle-zstd")
     extent, body = pages(each.room), memoryview(data)[PAGE:]
@@ -198,7 +198,7 @@ def test_nothing_is_left_in_the_memory_that_it_was_decoded_in():
     assert not any(scratch.take(1))
 
 
-def test_a_second_seal_of_the_same_object_has_nothing_in_common():
+def test_two_seals_of_one_object_have_nothing_in_common():
     each = sample(1, 2 * PAGE)
     one, two = (sealed(each, Ring(ONE)) for _ in range(2))
     same = sum(a == b for a, b in zip(one[PAGE:], two[PAGE:], strict=True))
@@ -226,7 +226,7 @@ def forged(data: bytearray) -> bytearray:
     return data
 
 
-def test_a_flipped_bit_is_refused_also_where_the_checksum_was_made_to_fit():
+def test_a_flipped_bit_with_a_fitting_checksum_is_refused():
     """By the header alone, too. In the id of the key it is an unknown key."""
     each, chance = sample(1, PAGE), random.Random(1)
     sound = sealed(each, Ring(ONE))
@@ -259,14 +259,14 @@ def test_an_unknown_key_is_no_damage_and_says_which():
             authenticate(memoryview(data)[:PAGE], each.name, ring)
 
 
-def test_a_reader_with_keys_takes_nothing_that_anyone_could_have_written():
+def test_a_reader_with_keys_takes_only_sealed_objects():
     each = sample(1)
     for read in (opened, lambda data, each, ring: authenticate(memoryview(data)[:PAGE], each.name, ring)):
         with pytest.raises(UnsealedObject, match="serves sealed objects only"):
             read(each.at_rest(), each, Ring(ONE))
 
 
-def test_a_header_can_be_looked_at_without_a_key_but_its_mark_cannot():
+def test_without_a_key_a_header_shows_all_but_its_mark():
     each = sample(1)
     header, proof = peek(memoryview(sealed(each, Ring(ONE))), each.name)
     assert header == each.header
@@ -361,7 +361,8 @@ def keys_without_repeat(count: int, parts: int) -> int:
     return len(found)
 
 
-def test_no_two_objects_have_one_key_across_threads_processes_and_restarts():
+def test_no_two_objects_have_one_key_in_any_process():
+    """Neither threads, processes nor restarts repeat a key."""
     assert keys_without_repeat(8_000, 4) == 8_000
 
 

@@ -43,7 +43,7 @@ def test_answers_are_the_same_wherever_kv_comes_from(model, tmp_path, layout, gr
 
 
 @pytest.mark.parametrize("layout", ["HND", "BLHNC"])
-def test_runs_that_are_copied_as_they_are_give_the_same_answers(model, tmp_path, layout):
+def test_runs_copied_as_they_are_give_the_same_answers(model, tmp_path, layout):
     engine = Engine(Cuda(), model, LARGE, layout, "whole")
     is_right(scenario(engine, tmp_path, layerwise=False, staging_bytes=STAGING, shortest_run=0))
 

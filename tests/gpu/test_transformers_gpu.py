@@ -95,7 +95,7 @@ def test_in_bf16_a_hit_is_what_a_cache_kept_by_hand_is(opened):
         assert answer(model.generate, ids, past_key_values=cache) == by_hand
 
 
-def test_a_model_that_is_far_behind_the_host_saves_and_loads_the_same(opened):
+def test_a_model_far_behind_the_host_saves_and_loads_right(opened):
     model, prompts = on_gpu("llama"), [prompt(300 + 40 * seed, seed) for seed in range(6)]
     alone = [answer(model.generate, ids, tokens=2) for ids in prompts]
     store = opened(model, verify="off")

@@ -221,7 +221,7 @@ def test_what_was_replaced_or_deleted_never_comes_back(steps: int, walks: int):
     )
 
 
-def test_a_value_whose_tier_fails_just_then_is_deleted_all_the_same():
+def test_a_value_is_deleted_though_its_tier_fails_just_then():
     """The machine found it, once: the header could not be read, so the value was not there, for a while."""
     machine = ValuesMachine()
     machine.start(slab=4, disk=8, near=False)

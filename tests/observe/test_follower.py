@@ -67,7 +67,7 @@ def test_only_what_a_follower_overrides_is_called():
     assert len(followers.stepped) == 2
 
 
-def test_every_event_of_a_follower_has_its_place_among_followers():
+def test_every_event_has_its_place_among_followers():
     events = [name for name, value in vars(CacheObserver).items() if callable(value)]
     assert events == list(vars(CacheObservers()))
 

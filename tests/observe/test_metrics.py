@@ -291,7 +291,7 @@ def test_a_token_cannot_be_forgotten():
         metrics.count()
 
 
-def test_the_recent_hit_ratio_is_of_the_last_thousand_lookups():
+def test_the_recent_hit_ratio_covers_a_thousand_lookups():
     metrics = Metrics()
     for _ in range(300):
         metrics.settle(4, {"cpu": 4}, {})
@@ -301,7 +301,7 @@ def test_the_recent_hit_ratio_is_of_the_last_thousand_lookups():
     assert metrics.value("lmtier_recent_hit_ratio") == pytest.approx(0.1)
 
 
-def test_a_chunk_whose_key_has_another_layout_is_dropped_for_a_reason_that_is_explained():
+def test_a_chunk_of_another_layout_is_dropped_as_foreign():
     other = opaque_layout(4096)
     with World("always").cache as cache:
         cache.commit(cache.reserve(CHAINS[0], FORM))
@@ -316,7 +316,7 @@ def test_whatever_a_tier_fails_with_is_a_reason():
     assert {reason.value for reason in set(Reason) - of_loads} <= DROP_REASONS.keys()
 
 
-def test_histograms_go_on_after_a_takeover_with_the_installed_library():
+def test_histograms_go_on_after_a_takeover():
     one, other = Metrics(), Metrics()
     for metrics in (one, other):
         for seconds in (1e-5, 1e-3, 0.2, 1e9):
@@ -331,7 +331,7 @@ def test_histograms_go_on_after_a_takeover_with_the_installed_library():
         assert now == {part: 2 * number for part, number in then.items()}
 
 
-def test_a_library_whose_histograms_cannot_go_on_is_refused_at_the_start(monkeypatch):
+def test_a_library_whose_histograms_cannot_go_on_is_refused(monkeypatch):
     class Renamed(prometheus_client.Histogram):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)

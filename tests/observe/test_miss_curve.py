@@ -52,7 +52,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_it_is_what_an_lru_cache_of_that_size_would_have_hit(traffic):
+def test_the_curve_equals_lru_caches_of_any_size(traffic):
     lookups, curve = TRAFFIC[traffic], MissCurve(clock=lambda: 0.0)
     for keys in lookups:
         curve.add_lookup(keys)
@@ -74,7 +74,7 @@ def test_with_too_many_keys_it_is_right_within_two_percent(traffic):
         assert curve.hit_ratio(capacity) == pytest.approx(simulated(lookups, capacity), abs=0.02)
 
 
-def test_a_halving_of_the_sample_does_not_change_what_it_says():
+def test_halving_the_sample_keeps_the_curve():
     lookups: list[tuple[bytes, ...]] = []
     curve = MissCurve(lambda: 1000, size=100, clock=lambda: 0.0)
     while curve.rate == 1:
@@ -83,7 +83,8 @@ def test_a_halving_of_the_sample_does_not_change_what_it_says():
     assert curve.hit_ratio(50) == pytest.approx(simulated(lookups, 50), abs=1e-9)
 
 
-def test_what_is_further_away_than_any_tier_reaches_is_forgotten_instead_of_sampled():
+def test_keys_beyond_any_tiers_reach_are_forgotten():
+    """The sample stays complete."""
     curve = MissCurve(lambda: 100, size=128, clock=lambda: 0.0)
     lookups = [chain(dice % 40, *range(dice % 7)) for dice in random.Random(1).choices(range(1000), k=3000)]
     for keys in lookups:
@@ -170,7 +171,7 @@ def test_tokens_beyond_the_last_chunk_count_as_asked(cache):
     assert shown(cache, "cpu")["8"] == 8 / 32
 
 
-def test_what_an_engine_had_itself_is_young_and_was_not_asked(cache):
+def test_chunks_of_the_engine_are_young_and_not_asked_for(cache):
     one, other = chain("one"), [chain(i) for i in range(16)]
     cache.release(cache.match(one, FORM))
     for keys in other[:15]:

@@ -20,7 +20,7 @@ def now() -> Now:
     return Now()
 
 
-def test_a_job_sent_before_the_limit_was_known_may_be_sent_again(now):
+def test_a_job_sent_before_the_limit_may_be_sent_again(now):
     fullness = StorageLimit(now)
     assert fullness.nbytes == UNBOUNDED
     fullness.on_full(3, 4096, following=6)
@@ -30,14 +30,14 @@ def test_a_job_sent_before_the_limit_was_known_may_be_sent_again(now):
     assert fullness.nbytes == 4096, "no more fits than before"
 
 
-def test_a_job_that_knew_the_limit_and_found_no_room_shows_that_nothing_fits(now):
+def test_a_full_job_that_knew_the_limit_means_nothing_fits(now):
     fullness = StorageLimit(now)
     fullness.on_full(3, 4096, following=6)
     fullness.on_full(6, 4096, following=7)
     assert fullness.nbytes == 0
 
 
-def test_after_a_pause_it_is_tried_again_and_the_pause_grows_until_something_fits(now):
+def test_retries_pause_longer_until_something_fits(now):
     fullness = StorageLimit(now)
     fullness.on_full(1, 4096, following=2)
     pauses = []

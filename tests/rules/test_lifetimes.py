@@ -101,7 +101,7 @@ def make(time, monkeypatch):
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.just(FOREVER), st.floats(0, 60)), st.floats(0, 3))))
-def test_each_is_over_exactly_at_its_end_and_found_within_a_second(moves):
+def test_an_end_is_exact_and_found_within_a_second(moves):
     ends: Expiries[int] = Expiries()
     model: dict[int, float] = {}
     now = 0.0
@@ -208,7 +208,8 @@ def test_a_request_for_no_time_is_a_mistake(make, ttl):
 # ---- in the slab
 
 
-def test_nothing_is_served_after_its_time_and_the_miss_says_so(make, time):
+def test_nothing_is_served_after_its_time(make, time):
+    """The miss names the reason."""
     cache = make(cpu(8))
     store(cache, keys(3), ttl=10)
     time.pass_by(9.9)
@@ -240,7 +241,7 @@ def test_what_is_over_goes_by_itself(make, time):
     assert cache.slab.used == 3 * ROOM
 
 
-def test_the_first_writer_says_how_long_and_after_that_it_is_stored_again(make, time):
+def test_the_first_writers_ttl_counts_until_it_is_over(make, time):
     cache = make(cpu(8))
     store(cache, keys(2), ttl=10)
     time.pass_by(5)
@@ -348,7 +349,7 @@ def test_an_object_from_before_ttls_does_not_end_by_itself(make, time):
     assert look(make(cpu(8), url, opened={url: MemoryTier(objects)}), keys(1)) == ["near"]
 
 
-def test_a_tier_that_must_be_asked_gives_nothing_that_is_over(make, time):
+def test_a_tier_that_is_asked_gives_nothing_expired(make, time):
     url, objects = "far://", Objects()
     tier = MemoryTier(objects)
     tier.keeps = False
@@ -363,7 +364,7 @@ def test_a_tier_that_must_be_asked_gives_nothing_that_is_over(make, time):
     assert keys(2)[0] not in {name.key for name in objects}
 
 
-def test_what_ends_while_it_is_read_is_not_served_whatever_its_header_says(make, time):
+def test_a_chunk_that_ends_while_it_is_read_is_not_served(make, time):
     """It was written before the tier had a ttl: that it is over now is known from the scan alone."""
     objects, gate = Objects(), Gate()
     plain, url = "near://?capacity=1MiB", "near://?capacity=1MiB&ttl=1h"
@@ -387,7 +388,7 @@ def test_what_ends_while_it_is_read_is_not_served_whatever_its_header_says(make,
     assert cache.metrics.value("lmtier_expired_chunks_total", tier="near") == 1
 
 
-def test_what_is_brought_up_is_looked_for_also_where_somebody_must_be_asked(make):
+def test_a_bring_also_asks_tiers_that_must_be_asked(make):
     url, tier = "far://", MemoryTier()
     tier.keeps = False
     cache = make(cpu(8), url, opened={url: tier})

@@ -314,7 +314,7 @@ def test_it_takes_no_more_memory_than_lru():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_request_is_as_much_work_in_a_large_place_as_in_a_small_one(policy: str):
+def test_a_request_costs_the_same_work_in_a_large_place(policy: str):
     work = []
     for room in (1_000, 16_000):
         index = Index(room, make_policy(policy))
@@ -324,7 +324,7 @@ def test_a_request_is_as_much_work_in_a_large_place_as_in_a_small_one(policy: st
     assert work[1] < 1.2 * work[0]
 
 
-def test_while_nothing_has_left_a_hit_is_hardly_more_work_than_with_lru():
+def test_with_room_for_all_a_hit_costs_little_more_than_lru():
     work = {}
     for policy in POLICIES:
         index = Index(1_000, make_policy(policy))

@@ -114,7 +114,7 @@ def test_the_wait_that_lasts_longest_leaves_first(policy, clock, returns, gaps, 
     assert numbers(policy, items)[0] == (2 if first == "the last to wait" else 1)
 
 
-def test_a_request_for_a_foretold_entry_makes_it_as_good_as_any(policy):
+def test_a_request_takes_back_an_announced_eviction(policy):
     items = [Item(n) for n in range(4)]
     for each in items:
         policy.insert(each)

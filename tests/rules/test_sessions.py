@@ -52,7 +52,7 @@ def test_what_others_need_is_the_longest_common_prefix(prompts):
         assert book.needed_by_others(agent) == max(common(prompts[n], other) for other in others)
 
 
-def test_a_request_without_a_name_continues_the_session_whose_prompt_it_extends():
+def test_an_unnamed_request_continues_the_prompt_it_extends():
     book = SessionTable()
     first = book.nameless(chain("hello"))
     book.extend(first, chain("hello"))
@@ -68,7 +68,7 @@ def test_names_belong_to_tenants():
     assert book.get(b"\3" * 4, "one") is None
 
 
-def test_the_oldest_is_forgotten_and_nameless_ones_before_others():
+def test_the_oldest_nameless_session_is_forgotten_first():
     book = SessionTable(max_keys=10)
     one = asks(book, "one", "aaa")
     nameless = book.nameless(chain("bbb"))
@@ -117,7 +117,7 @@ def depth(agent: Agent) -> int:
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["the first parent first", "the last child first"])
-def test_a_session_has_few_ancestors_however_its_family_grows(order):
+def test_a_session_has_few_ancestors_in_any_family(order):
     """Each request of a child refreshes the prompts of all of them."""
     book = SessionTable()
     names = [f"{number}" for number in range(40)]

@@ -187,7 +187,7 @@ def test_nobody_asks_and_only_what_is_above_a_share_leaves():
     assert used(index) == {"a": 5, OTHER: 5}
 
 
-def test_a_place_that_becomes_smaller_takes_from_the_fullest_if_what_is_above_a_share_cannot_leave():
+def test_a_smaller_place_takes_from_the_fullest_if_it_must():
     index = index_of("a=10%")
     for salt in ("a", ""):
         for i in range(50):
@@ -439,7 +439,7 @@ def test_a_long_prompt_takes_its_share_back_and_no_more():
         cache.check()
 
 
-def test_a_disk_keeps_shares_too_and_knows_them_after_a_restart(tmp_path: Path):
+def test_a_disk_knows_its_shares_after_a_restart(tmp_path: Path):
     disk = f"disk://{tmp_path}/kv?capacity={20 * 2 * PAGE}"
     mine = prompt("a", 1, 10)
     with open_cache(disk, capacity=24) as cache:
@@ -462,7 +462,7 @@ def test_a_disk_keeps_shares_too_and_knows_them_after_a_restart(tmp_path: Path):
         cache.check()
 
 
-def test_a_smaller_disk_whose_pins_are_above_their_share_comes_down_at_its_start():
+def test_a_smaller_disk_with_large_pins_shrinks_at_start():
     kept: dict[Name, bytes] = {}
     mine, theirs = prompt("a", 1, 6), prompt("", 2, 10)
     for chunks in (16, 12):

@@ -48,7 +48,7 @@ def first_token(chunks, cost, tokens, has, chunk, places, nbytes, lines):
 
 
 @given(situations())
-def test_no_other_cut_is_expected_to_be_sooner_but_by_a_margin(situation):
+def test_no_other_cut_is_expected_to_be_clearly_sooner(situation):
     chosen = choose_load(*situation)
     times = [first_token(chunks, *situation)[0] for chunks in range(len(situation[4]) + 1)]
     assert times[chosen.chunks] <= min(times) * (1 + worth._MARGIN) + 1e-9
@@ -57,7 +57,7 @@ def test_no_other_cut_is_expected_to_be_sooner_but_by_a_margin(situation):
     assert chosen.arrival == pytest.approx(first_token(chosen.chunks, *situation)[1])
 
 
-def test_late_tokens_cost_more_so_a_slow_tier_is_worth_it_for_long_prompts_only():
+def test_a_slow_tier_is_worth_it_only_for_long_prompts():
     cost, slow = Cost(0.0, 1e-5, 1e-6, 0.0), ArrivalEstimate(0.0, 1e-3)
 
     def chosen(chunks: int) -> int:
@@ -102,7 +102,8 @@ COSTS = [Cost(0.004, 5e-5, 1e-8, 0.0), Cost(0.03, 1e-5, 1e-9, 0.0), Cost(1e-3, 1
 
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_prefills_cost_is_learned_in_spite_of_noise_and_stalls_and_anew_when_it_changes(cost, seed):
+def test_the_cost_of_a_prefill_is_learned_despite_noise(cost, seed):
+    """Stalls do not mislead it, and a cost that changes is learned anew."""
     dice, prefill = random.Random(seed), EngineCosts()
     run(prefill, cost, dice, 40, stalls=0.03)
     assert error(prefill, cost) < 1.35
@@ -123,7 +124,7 @@ def test_one_stalled_step_changes_little():
     assert prefill.cost.prefill(0, 2000) < 2 * before.prefill(0, 2000)
 
 
-def test_the_cost_of_copies_is_learned_too_and_nothing_is_told_after_a_step_or_two():
+def test_the_cost_of_copies_is_learned_after_some_steps():
     prefill = EngineCosts()
     for _ in range(3):
         prefill.learn(*work(0, 1000), 0.1)
@@ -137,7 +138,7 @@ def test_the_cost_of_copies_is_learned_too_and_nothing_is_told_after_a_step_or_t
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1e6)), min_size=1, max_size=50))
-def test_whatever_is_seen_the_weights_stay_positive_and_finite(observations):
+def test_weights_stay_positive_and_finite_in_any_case(observations):
     fit = CostFilter((0.2, 0.8), noise=0.3, drift=0.5, most=1000.0)
     for amount, took in observations:
         fit.learn((1.0, amount), took)
@@ -168,7 +169,8 @@ class Link:
         return line.start + line.byte * nbytes
 
 
-def test_a_tiers_latency_and_bandwidth_are_learned_from_its_transfers_and_idle_time_is_not_in_them():
+def test_a_tiers_speed_is_learned_from_its_transfers():
+    """Idle time does not count."""
     link = Link(latency=2e-3, byte=1e-8, noise=0.1)
     assert not link.speed.is_measured
     for _ in range(60):
@@ -197,7 +199,8 @@ def test_what_comes_in_bursts_is_not_taken_for_fast():
         now += 5.0
 
 
-def test_who_is_asked_already_takes_longer_and_who_does_not_move_may_take_as_long_again():
+def test_a_busy_tier_is_expected_to_take_longer():
+    """A tier that does not move may take as long again."""
     link = Link(latency=1e-3, byte=1e-8)
     for _ in range(20):
         link.bring(2**20)
@@ -210,7 +213,7 @@ def test_who_is_asked_already_takes_longer_and_who_does_not_move_may_take_as_lon
     assert link.expected(2**20) == idle, "a miss says nothing of the speed"
 
 
-def test_a_tier_that_was_never_measured_takes_at_least_as_long_as_it_has_taken():
+def test_an_unmeasured_tier_takes_as_long_as_it_has_so_far():
     speed = TierSpeed()
     assert speed.line(5.0) == ArrivalEstimate(0.0, 0.0)
     speed.asked(2**20, 5.0)
@@ -222,7 +225,7 @@ def test_a_tier_that_was_never_measured_takes_at_least_as_long_as_it_has_taken()
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 3)), max_size=200))
-def test_no_more_than_a_share_of_what_is_too_slow_is_loaded_to_see_whether_it_still_is(skips):
+def test_only_a_share_of_a_slow_tier_is_explored(skips):
     speed, now, skipped, explored, last = TierSpeed(), 0.0, 0, 0, -inf
     for chunks, wait in skips:
         now += wait
@@ -237,7 +240,7 @@ def test_no_more_than_a_share_of_what_is_too_slow_is_loaded_to_see_whether_it_st
     assert explored <= skipped * worth._EXPLORED
 
 
-def test_nothing_is_explored_before_what_was_asked_for_has_come():
+def test_nothing_is_explored_before_the_last_load_has_come():
     speed = TierSpeed()
     speed.asked(1000, 0.0)
     speed.skipped(100_000)

@@ -66,7 +66,8 @@ def test_no_day_sees_more_than_its_budget(history):
         assert sum(n for at, n in written[i:] if at - began <= HOUR) <= most + per_day / 24
 
 
-def test_a_days_budget_is_there_to_be_spent_and_no_more_even_if_the_day_begins_with_a_full_bucket():
+def test_a_days_budget_is_spent_fully_and_never_exceeded():
+    """This holds on a day that begins with a full bucket too."""
     budget, spent = Budget(1_000_000, 0.0), 0
     for minute in range(24 * 60 + 1):
         now = 5 * HOUR + 60.0 * minute
@@ -77,7 +78,7 @@ def test_a_days_budget_is_there_to_be_spent_and_no_more_even_if_the_day_begins_w
     assert 0.99 < spent / 1_000_000 <= 1
 
 
-def test_what_runs_short_is_kept_for_what_was_asked_for_twice():
+def test_scarce_budget_is_kept_for_chunks_asked_for_twice():
     budget = Budget(24_000_000, 0.0)
     assert not budget.allows(1, True, 0.0), "a restart gives no new hour"
     assert budget.allows(1_000, True, 30.0)
@@ -86,7 +87,7 @@ def test_what_runs_short_is_kept_for_what_was_asked_for_twice():
     assert not budget.allows(1_000_001, True, 10 * HOUR), "no more than an hour's worth at once"
 
 
-def test_a_chunk_that_is_larger_than_an_hours_worth_is_saved_up_for():
+def test_a_chunk_beyond_an_hours_budget_is_saved_up_for():
     budget, hours = Budget(24_000_000, 0.0), 0
     while not budget.allows(3_000_000, True, hours * HOUR):
         hours += 1
@@ -97,7 +98,7 @@ def test_a_chunk_that_is_larger_than_an_hours_worth_is_saved_up_for():
     assert not budget.allows(13_000_000, True, 100 * DAY), "more than half of a day's bytes"
 
 
-def test_what_is_being_written_is_taken_from_the_budget_and_what_a_codec_saved_comes_back():
+def test_writes_take_budget_and_what_codecs_save_returns():
     budget = Budget(24_000, 0.0)
     budget.reserve(900)
     assert budget.left(2 * HOUR) == pytest.approx(100)
@@ -161,7 +162,7 @@ def test_it_chooses_the_rule_that_would_hit_more(loop, scans, rule):
     assert choice.rule == rule
 
 
-def test_who_writes_more_must_prove_it_once_the_disk_is_full():
+def test_a_rule_that_writes_more_must_win_on_a_full_disk():
     choice = WriteRuleTrial(4_000, None, 0.0)
     assert choice.rule == "evicted", "there is room for all"
     choice.on_full()
@@ -180,7 +181,7 @@ def test_what_it_remembers_is_bounded(capacity, nbytes, keys):
 
 @pytest.mark.parametrize(("kind", "requests"), [("rag", 900), ("agentic", 200), ("multi-turn", 1_200)])
 @pytest.mark.parametrize(("memory", "disk"), [(300, 1_000), pytest.param(500, 4_000, marks=pytest.mark.slow)])
-def test_auto_finds_what_the_better_of_its_rules_finds_less_half_a_percent(kind, requests, memory, disk):
+def test_auto_is_within_half_a_percent_of_the_better_rule(kind, requests, memory, disk):
     trace = synthetic.make(kind, requests=requests, seed=1)
 
     def outcome(write):
@@ -225,7 +226,7 @@ def look(cache: Cache, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("write", ["always", "reused", "evicted", "auto"])
-def test_a_budget_binds_every_rule_and_what_it_refuses_is_counted(write):
+def test_a_budget_binds_every_rule_and_counts_refusals(write):
     clock = Clock()
     with make(f"memory://?capacity=10MiB&write={write}&writes_per_day={24 * 4 * AT_REST}", clock) as cache:
         for number in range(40):

@@ -62,14 +62,14 @@ def test_a_token_allows_its_role_and_those_below_it(tmp_path, files, role):
                 assert (status == 403) == (role < needed), (path, answer)
 
 
-def test_without_a_file_for_administration_the_engines_token_administers(tmp_path):
+def test_without_an_admin_file_engines_tokens_administer(tmp_path):
     with served(tmp_path, token="one-for-all") as server, server.connect() as wire:
         assert refused(wire.ask("GET", "name"))
         wire.expect("OK", "AUTH", "one-for-all")
         wire.expect("OK", "FLUSHALL")
 
 
-def test_without_a_token_for_engines_only_administration_needs_one(tmp_path, files):
+def test_without_an_engine_token_only_admins_need_one(tmp_path, files):
     admin = {"admin_token_file": files["admin_token_file"]}
     with served(tmp_path, **admin) as server, server.connect() as wire:
         server._token = WORDS[Role.ADMIN]  # for the check at the end
@@ -84,7 +84,7 @@ def test_without_a_token_for_engines_only_administration_needs_one(tmp_path, fil
         assert refused(wire.ask("FLUSHALL")), "RESET gives the rights back"
 
 
-def test_the_command_line_sends_the_token_that_only_administration_needs(tmp_path, files, capsys):
+def test_the_command_line_sends_the_token_of_admins(tmp_path, files, capsys):
     admin, engine = files["admin_token_file"], files["token_file"]
     with served(tmp_path, admin_token_file=admin) as server:
         server._token = WORDS[Role.ADMIN]  # for the check at the end
@@ -99,7 +99,7 @@ def test_the_command_line_sends_the_token_that_only_administration_needs(tmp_pat
         assert server.ask("DBSIZE") == 0
 
 
-def test_the_unix_socket_is_for_its_owner_who_may_do_everything(tmp_path, files):
+def test_the_owner_of_the_unix_socket_may_do_everything(tmp_path, files):
     with (
         served(tmp_path, unix=str(tmp_path / "s"), token=WORDS[Role.ADMIN], **files) as server,
         Wire(server.where["unix"]) as wire,
@@ -158,7 +158,7 @@ def test_sighup_reads_every_token_again(tmp_path, files):
 # ---- wrong tokens
 
 
-def test_each_wrong_token_waits_longer_and_the_right_one_never():
+def test_wrong_tokens_wait_ever_longer_and_right_ones_never():
     now = [100.0]
     wrong = WrongTokens(metrics := Metrics(), clock=lambda: now[0])
     waits = [wrong.register("redis", "10.0.0.9:1") - now[0] for _ in range(30)]
@@ -175,7 +175,7 @@ def test_each_wrong_token_waits_longer_and_the_right_one_never():
 
 @pytest.mark.parametrize("way", ["redis", "http"])
 @pytest.mark.parametrize("path", ["/api/explain?tokens=true", "/api/stats"])
-def test_no_call_tells_a_right_token_from_a_wrong_one_without_a_count(tmp_path, files, way, path):
+def test_every_call_that_checks_a_token_counts_wrong_ones(tmp_path, files, way, path):
     """Also where engines need no token, and a client without one would get an answer."""
     serving = {"admin_token_file": files["admin_token_file"], "http": "127.0.0.1:0"}
     with served(tmp_path, **serving) as server:
@@ -187,7 +187,8 @@ def test_no_call_tells_a_right_token_from_a_wrong_one_without_a_count(tmp_path, 
         assert b'lmtier_wrong_tokens_total{kind="http"} 1.0' in counts
 
 
-def test_a_guesser_is_slow_counted_and_logged_while_others_are_served(tmp_path):
+def test_a_guesser_is_slowed_while_others_are_served(tmp_path):
+    """Its guesses are counted and logged."""
     with served(tmp_path, token="right", log_format="json", http="127.0.0.1:0") as server:
         with server.connect() as guesser, server.connect() as other:
             other.expect("OK", "AUTH", "right")
@@ -261,7 +262,7 @@ def test_the_audit_shows_no_salt(tmp_path):
 # ---- settings
 
 
-def test_an_administrator_changes_settings_at_once_and_all_or_none(tmp_path, files):
+def test_an_administrator_changes_all_settings_or_none(tmp_path, files):
     tiers = "cpu://?capacity=64MiB", f"disk://{tmp_path}/kv?capacity=1GiB"
     settings = {**files, "log_format": "json", "log_level": "warning"}
     with served(tmp_path, *tiers, token=WORDS[Role.ADMIN], **settings) as server:
@@ -299,7 +300,7 @@ def test_an_administrator_changes_settings_at_once_and_all_or_none(tmp_path, fil
         assert "/api/set cpu.capacity=8MiB disk.policy=lru disk.ttl=7d" in what
 
 
-def test_the_command_changes_settings_and_says_what_they_were(tmp_path, monkeypatch, capsys):
+def test_the_set_command_shows_what_settings_were(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     with served(tmp_path, unix=str(tmp_path / "s")) as server:
         where = server.where["unix"]

@@ -29,7 +29,7 @@ print("found" if seen() is None else "kept")
 """
 
 
-def test_a_cycle_that_was_alive_at_a_tick_is_freed_at_a_later_one():
+def test_a_cycle_alive_at_one_tick_is_freed_at_a_later_one():
     command = [sys.executable, "-c", _SERVER]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ran.stdout.strip(), ran.returncode) == ("found", 0), ran.stderr

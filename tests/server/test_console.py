@@ -206,7 +206,7 @@ def run(
 # ---- serve
 
 
-def test_serve_says_on_one_screen_what_it_owns_and_where_it_listens(serve, tmp_path):
+def test_serve_shows_its_tiers_and_addresses_on_one_screen(serve, tmp_path):
     disk = tmp_path / "kv"
     server = serve(*ANY, "--tier", f"disk://{disk}?capacity=1GiB&policy=lru", "--unix", tmp_path / "socket")
     assert len(server.screen.splitlines()) <= 24
@@ -234,7 +234,7 @@ def test_with_no_tier_given_serve_says_which_it_has(tmp_path):
     assert "These are the default tiers" in server.screen
 
 
-def test_flags_win_over_the_environment_and_that_over_the_file(serve, tmp_path):
+def test_flags_win_over_variables_and_those_over_the_file(serve, tmp_path):
     file = tmp_path / "lmtier.toml"
     file.write_text(
         f'[serve]\nunix = "{tmp_path}/file"\nlisten = "127.0.0.9:0"\nhttp = "127.0.0.9:0"\ngrace = 3\n'
@@ -254,7 +254,8 @@ def test_it_starts_beside_a_kubernetes_service_of_its_name(serve, run, monkeypat
     assert run("ping", "--server", server.redis)[0] == run("config")[0] == 0
 
 
-def test_a_browser_that_connects_ahead_is_no_warning_and_a_full_house_is_one(serve):
+def test_a_browser_that_connects_ahead_is_no_warning(serve):
+    """A server without a free place is one."""
     server = serve(*ANY, "--log-format", "json", "--set", "serve.patience=0.2", "--set", "serve.clients=3")
     with Wire(address_in(server.where["http"])) as browser:
         assert browser.ends(), "its connection is needed for others"
@@ -291,7 +292,8 @@ def test_where_routers_listen_is_said(serve, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_it_ends_within_its_grace_with_0_and_takes_its_socket_away(serve, tmp_path, number):
+def test_a_stopped_server_ends_in_time_without_its_socket(serve, tmp_path, number):
+    """Its exit code is 0."""
     server = serve("--listen", "", "--http", "", "--unix", tmp_path / "socket", "--set", "serve.grace=5")
     with Wire(str(tmp_path / "socket")) as idle:
         idle.expect("PONG", "PING")
@@ -301,7 +303,7 @@ def test_told_to_stop_it_ends_within_its_grace_with_0_and_takes_its_socket_away(
     assert not (tmp_path / "socket").exists()
 
 
-def test_it_takes_no_core_from_an_engine_unless_it_was_told_to(serve):
+def test_it_takes_no_core_from_engines_unless_asked_to(serve):
     assert os.sched_getscheduler(serve(*ANY).process.pid) == os.SCHED_BATCH
     ours = os.sched_getscheduler(0)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # what starts here inherits it
@@ -337,7 +339,7 @@ def test_a_disk_that_another_server_has_open_is_named(serve, tmp_path):
     assert f"{tmp_path}/kv" in refused(*SMALL, *ANY, *tier, code=os.EX_TEMPFAIL)
 
 
-def test_what_can_never_work_ends_the_server_at_once_said_once(tmp_path):
+def test_a_hopeless_tier_ends_the_server_with_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letters").write_text("")
@@ -354,7 +356,7 @@ def test_what_can_never_work_ends_the_server_at_once_said_once(tmp_path):
     assert os.listdir(tmp_path / "home") == ["letters"]
 
 
-def test_a_disk_smaller_than_its_capacity_is_said_in_one_line(serve, tmp_path):
+def test_a_disk_below_its_capacity_is_reported_in_one_line(serve, tmp_path):
     server = serve(*ANY, "--tier", f"disk://{tmp_path}/kv?capacity=4000PiB")
     assert server.stop() == 0
     (line,) = (line for line in server.log.splitlines() if "capacity=" in line)
@@ -533,7 +535,7 @@ def test_without_an_address_the_settings_say_where(run, shared, monkeypatch):
     assert f"at {shared.redis};" in run("ping")[1]
 
 
-def test_stats_account_for_every_token_and_say_why_some_were_missed(run, shared):
+def test_stats_account_for_every_token_and_explain_misses(run, shared):
     code, out, err = run("stats", "--server", shared.redis)
     assert (code, err) == (0, "")
     cells = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
@@ -707,7 +709,7 @@ def test_a_redis_server_is_no_lmtier_server(run, redis_server):
     assert (code, "it only knows Redis commands" in err) == (1, True)
 
 
-def test_the_address_of_the_page_is_good_for_a_look_and_for_no_more(run, shared):
+def test_the_pages_address_serves_looks_and_nothing_more(run, shared):
     code, out, _ = run("ping", "--server", shared.where["http"])
     assert (code, ", ready, " in out) == (0, True)
     code, _, err = run("clear", "--all", "--server", shared.where["http"])
@@ -760,7 +762,7 @@ def test_a_server_that_trickles_is_given_up_too(impostor):
         Console(impostor(drops), timeout=0.1).get("/version")
 
 
-def test_a_server_that_never_ends_is_given_up_though_something_always_comes():
+def test_a_server_that_never_ends_its_answer_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def talk() -> None:
@@ -948,7 +950,8 @@ def test_the_view_says_what_happens_now_and_what_did_lately(now):
     assert set(lines[3]) == {"·", "█"}
 
 
-def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_client(run, serve, tmp_path):
+def test_every_console_names_a_dead_redis(run, serve, tmp_path):
+    """Consoles that watch are no clients."""
     redis = RedisServer(tmp_path / "redis")
     tier = f"redis://127.0.0.1:{redis.port}/0"
     try:
@@ -986,7 +989,7 @@ def test_a_dead_redis_is_said_by_every_console_and_nobody_who_watches_is_a_clien
         redis.kill()
 
 
-def test_three_tiers_fit_on_80_by_24_with_why_and_which_fails(now):
+def test_three_tiers_and_their_failures_fit_on_80_by_24(now):
     disk = now["tiers"][1]
     redis = {"tier": "redis", "used": None, "capacity": None, "chunks": None, "state": "stores fail"}
     now["tiers"] += [{**disk, **redis}]
@@ -1015,7 +1018,7 @@ def test_a_busy_minute_has_no_gaps_in_its_line(now):
     assert set(frame(viewed(now), "here", 80, 24)[3]) == {"·"}, "none were asked"
 
 
-def test_a_client_with_a_long_name_hides_none_of_its_numbers(now):
+def test_a_long_name_hides_no_number_of_a_client(now):
     now["clients"][0] |= {"name": "n" * 200, "sent": 3 << 30}
     assert "3 GiB" in "\n".join(frame(viewed(now), "here", 80, 24))
 
@@ -1106,7 +1109,7 @@ def snapshots() -> st.SearchStrategy[dict[str, Any]]:
 
 
 @given(snapshots(), st.integers(1, 200), st.integers(1, 70))
-def test_the_view_fits_whatever_it_shows_on_whatever_terminal(now, columns, rows):
+def test_the_view_fits_any_terminal_with_any_content(now, columns, rows):
     view = viewed(now, columns=columns)
     lines = frame(view, "here", columns, rows)
     assert len(lines) <= rows
@@ -1114,7 +1117,8 @@ def test_the_view_fits_whatever_it_shows_on_whatever_terminal(now, columns, rows
     assert stats(view, "here")
 
 
-def test_tiers_and_clients_are_on_a_small_terminal_however_many_reasons_there_are(now):
+def test_a_small_terminal_shows_tiers_and_clients(now):
+    """Many reasons of misses do not push them out."""
     now["counted"]["missed"] = dict.fromkeys(MISS_REASONS, 1)
     text = "\n".join(frame(viewed(now), "here", 80, 24))
     assert re.search(r"^cpu .*^disk .*^engine +the-engine", text, re.MULTILINE | re.DOTALL)
@@ -1206,7 +1210,8 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         each.close()
 
 
-def test_top_fills_a_terminal_follows_its_size_and_gives_it_back_on_q(shared, terminal):
+def test_top_fills_the_terminal_and_gives_it_back_on_q(shared, terminal):
+    """It follows the size of the terminal."""
     view = terminal("top", "--server", shared.redis)
     lines = view.shows("hit rate")
     assert len(lines) <= 24

@@ -182,7 +182,7 @@ def test_a_greeting_says_what_an_engine_must_know(engines):
     assert (said["verify"], float(said["load_deadline"]), said["slab"]) == (b"sample", 2.0, 1)
 
 
-def test_a_lookup_that_nobody_waits_for_counts_as_one_and_holds_nothing(engines):
+def test_a_lookup_without_a_wait_counts_and_holds_nothing(engines):
     engine, metrics = Connection(engines, "ENGINE", secret("e")), engines.cache.metrics
     assert engine.store(keys(2)) == 2
     for names in (keys(2, "new"), keys(2)):  # the second came just then
@@ -384,7 +384,7 @@ def test_a_wait_ends_at_the_deadline_of_its_match(make):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_wait_ends_when_another_connection_releases_the_match(make, keeps):
+def test_a_wait_ends_when_another_releases_the_match(make, keeps):
     """Also while tiers that must be asked have not answered yet."""
     gate = Gate()
     lower = below(gate, keys(3))
@@ -415,7 +415,7 @@ def test_a_part_of_what_was_found_can_be_prefetched(make):
 # ---- sessions
 
 
-def test_a_session_is_shared_by_its_connections_and_by_nobody_else(engines):
+def test_a_session_belongs_to_its_connections_alone(engines):
     scheduler, rank = Connection(engines, "ENGINE", secret("e")), Connection(engines, "ENGINE", secret("e"))
     stranger = Connection(engines, "ENGINE", secret("f"))
     reply = scheduler.say("RESERVE", scheduler.form(), 0, b"".join(keys(2)))
@@ -435,7 +435,7 @@ def test_without_a_name_a_session_is_a_connections_own(engines):
     assert other.say("POLL", one.match(keys(1))["id"]).startswith("NOSUCH")
 
 
-def test_with_its_last_connection_everything_an_engine_holds_ends(engines):
+def test_an_engines_last_connection_ends_all_it_holds(engines):
     one, other = Connection(engines, "ENGINE", secret("e")), Connection(engines, "ENGINE", secret("e"))
     one.store(keys(3))
     one.match(keys(3))
@@ -458,7 +458,7 @@ def test_an_engine_that_comes_back_begins_anew(engines):
     assert again.match(keys(2))["sources"] == b""
 
 
-def test_a_rank_that_dies_costs_its_own_shard_of_what_it_had_not_finished(engines):
+def test_a_rank_that_dies_costs_only_its_unfinished_shard(engines):
     scheduler = Connection(engines, "ENGINE", secret("e"))
     left = Connection(engines, "ENGINE", secret("e"), "SHARD", str(LEFT))
     right = Connection(engines, "ENGINE", secret("e"), "SHARD", str(RIGHT))
@@ -523,7 +523,7 @@ def test_one_model_can_be_cleared(engines):
     assert engines.cache.slab.used == 0
 
 
-def test_a_flush_ends_when_everything_is_written_or_its_time_is_over(make):
+def test_a_flush_ends_when_all_is_written_or_time_is_over(make):
     gate = Gate()
     lower = below(gate)
     engines = make(20, lower["url"], opened=lower["opened"])
@@ -696,7 +696,7 @@ def test_a_wrong_use_is_answered_and_changes_nothing(engines, verb, words, error
     assert engines.cache.slab.used == 0
 
 
-def test_one_request_reserves_so_many_chunks_and_drops_the_rest(make, monkeypatch):
+def test_one_request_reserves_a_bounded_number_of_chunks(make, monkeypatch):
     monkeypatch.setattr("lmtier.server.engines.transfers.MAX_RESERVED", 5)
     engines = make(20)
     connection = Connection(engines, "NAME", "x")
@@ -709,7 +709,7 @@ def test_one_request_reserves_so_many_chunks_and_drops_the_rest(make, monkeypatc
     assert dropped == (7 + 2) * C
 
 
-def test_others_have_their_turns_while_much_is_cleared_or_discarded(make):
+def test_others_have_turns_during_a_large_clear_or_discard(make):
     engines = make(3000)
     connection = Connection(engines, "NAME", "x")
     connection.form()
@@ -745,7 +745,7 @@ def test_the_keys_of_all_matches_of_a_session_are_bounded(engines, monkeypatch):
     assert connection.say("MATCH", 0, 0, 100, keys(1)[0]).startswith("ERR the matches and reservations")
 
 
-def test_who_clears_one_model_after_another_in_a_tier_that_hangs_is_stopped(make):
+def test_too_many_clears_in_a_tier_that_hangs_are_refused(make):
     gate = Gate()
     gate.hold()
     engines = make(20, "null://", opened={"null://": SlowTier(NullTier(), gate)})
@@ -827,7 +827,7 @@ def test_nothing_an_engine_says_raises_or_leaks(said):
         assert cache.slab.used == 0
 
 
-def test_a_match_may_ask_for_a_state_at_its_end_and_gets_its_place(engines):
+def test_a_match_gets_the_place_of_the_state_at_its_end(engines):
     state = Layout((LayerShape(1, 600, 0),), "u8", C, C, "state")
     names = keys(3)
     one = Connection(engines, "ENGINE", secret("one"))

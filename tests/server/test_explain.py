@@ -116,7 +116,7 @@ def test_an_evicted_chunk_says_from_where_and_when(start, tmp_path: Path):
     assert engine.why()["ago"] == 3
 
 
-def test_what_was_evicted_before_anybody_can_remember_is_said_to_be_so(start):
+def test_an_eviction_before_the_journal_has_no_time(start):
     engine, _ = start(chunks=4, is_open=False)
     engine.store(PROMPT)
     engine.store([7] * 4 * C)
@@ -126,7 +126,7 @@ def test_what_was_evicted_before_anybody_can_remember_is_said_to_be_so(start):
     assert "when is not known" in engine.why()["why"]
 
 
-def test_a_chunk_stored_again_since_is_explained_as_it_was_then(start):
+def test_a_chunk_stored_again_is_explained_as_it_was_then(start):
     engine, clock = start(chunks=4)
     engine.store(PROMPT)
     engine.store([7] * 4 * C)
@@ -137,7 +137,8 @@ def test_a_chunk_stored_again_since_is_explained_as_it_was_then(start):
     assert engine.why()["why"] == "was evicted from cpu 20 s earlier"
 
 
-def test_the_first_token_that_differs_is_found_and_shown_only_on_demand(start):
+def test_the_first_different_token_is_found(start):
+    """The tokens themselves show only on demand."""
     engine, _ = start()
     engine.store(PROMPT)
     other = [*PROMPT[:6], 1, 2, *PROMPT[8:]]
@@ -158,7 +159,8 @@ def test_of_several_stored_prompts_the_nearest_is_named(start):
     assert engine.why()["token"] == 3
 
 
-def test_the_first_chunk_is_compared_with_prompts_of_the_same_model_salt_and_adapter_only(start):
+def test_the_first_chunk_is_compared_within_its_own_model(start):
+    """Prompts of another model, salt or adapter are not compared."""
     engine, _ = start()
     engine.store([1, 2, 3, 4], salt="theirs")
     engine.look([1, 2, 3, 5])
@@ -185,7 +187,7 @@ def test_the_same_tokens_under_another_name_are_recognised(start, stored, said):
     assert "tenant-a" not in str(engine.explain.recent(tokens=True))
 
 
-def test_what_was_stored_later_or_cleared_before_explains_nothing(start):
+def test_later_stores_and_cleared_ones_explain_nothing(start):
     engine, clock = start()
     for tokens, origin in ((PROMPT, {"salt": "later"}), ([*PROMPT[:3], 0], {})):
         engine.look(PROMPT)
@@ -232,7 +234,7 @@ def test_what_somebody_cleared_says_so(start):
     assert "was deleted from cpu 0.0 s earlier: the cache was cleared" in engine.why()["why"]
 
 
-def test_a_failed_store_and_a_tier_that_was_not_offered_it_are_named(start):
+def test_failed_stores_and_tiers_not_offered_are_named(start):
     tier = FullTier(MemoryTier())
     urls = ("memory://?capacity=1MiB", "other://?capacity=1MiB&write=reused")
     engine, clock = start(*urls, chunks=4, opened={urls[0]: tier, urls[1]: MemoryTier()}, is_open=False)
@@ -258,7 +260,7 @@ def test_a_store_that_found_no_room_is_named(start):
     engine.cache.release(held)
 
 
-def test_a_promise_that_was_lost_on_its_way_up_gives_the_reason(start):
+def test_a_chunk_lost_on_its_way_up_is_explained(start):
     tier = FlakyTier(MemoryTier(), every=1, ops=(Op.LOAD,))
     url = "memory://?capacity=1MiB"
     engine, _ = start(url, opened={url: tier})

@@ -52,7 +52,7 @@ def tiers(tmp_path: Path) -> list[str]:
 CONFIG = {"chunk_tokens": 16, "shares": {"someone": {"salt": "a secret salt", "share": 0.1}}}
 
 
-def test_a_running_server_forgets_and_says_what_became_of_what(tmp_path, tiers, capsys):
+def test_a_running_server_forgets_and_reports_the_outcome(tmp_path, tiers, capsys):
     path = str(tmp_path / "sock")
     with served(tmp_path, *tiers, config=CONFIG, unix=path) as server:
         with Client(path) as client:
@@ -100,7 +100,7 @@ def test_no_key_is_shown_anywhere(tmp_path, tiers):
     assert hex_key(1).encode() not in shown.lower()
 
 
-def test_named_values_survive_sealed_and_their_names_are_not_on_the_disk(tmp_path, tiers):
+def test_sealed_values_survive_and_hide_their_names(tmp_path, tiers):
     for turn in range(2):
         with served(tmp_path, *tiers) as server:
             if not turn:

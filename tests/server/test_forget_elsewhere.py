@@ -87,7 +87,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(tmp_path, redis)
 
 
-def test_who_is_forgotten_on_one_host_is_served_by_none_written_by_none_and_found_by_none(hosts, capsys):
+def test_a_tenant_forgotten_on_one_host_is_gone_on_all(hosts, capsys):
     here = of_model(b"here", keys(A, 3))
     with hosts.host("one") as one, hosts.host("two", "&write=evicted") as two:
         store(one.client, keys(A, 3))
@@ -125,7 +125,8 @@ Keyring(sys.argv[1], sys.argv[2]).tenants.forget(bytes.fromhex(sys.argv[3]))
 """
 
 
-def test_who_dies_right_after_the_tombstone_has_forgotten_and_a_key_that_is_put_back_opens_nothing(hosts):
+def test_a_tombstone_counts_though_its_writer_dies(hosts):
+    """A key that is put back opens nothing."""
     with hosts.host("two") as two:
         store(two.client, keys(A, 3))
         store(two.client, keys(B, 3))
@@ -150,7 +151,7 @@ def test_who_dies_right_after_the_tombstone_has_forgotten_and_a_key_that_is_put_
             assert two.loads(keys(A, 3)) == 0
 
 
-def test_a_host_that_was_down_serves_nothing_of_who_was_forgotten_meanwhile(hosts):
+def test_a_host_that_was_down_serves_no_forgotten_tenant(hosts):
     """Its disk has no keys of tenants, so all that is there could be read."""
     disk = f"disk://{hosts.folder}/kv?capacity=1GiB"
     with hosts.host("one") as one:
@@ -164,7 +165,8 @@ def test_a_host_that_was_down_serves_nothing_of_who_was_forgotten_meanwhile(host
             assert hosts.below(A) == set()
 
 
-def test_what_was_not_reached_is_no_success_and_who_was_never_seen_is_not_known(hosts, capsys, monkeypatch):
+def test_forgetting_with_a_tier_away_is_no_success(hosts, capsys, monkeypatch):
+    """A tenant that was never seen is not known."""
     monkeypatch.setattr("lmtier.tools.commands.forgetting._PATIENCE", 1.0)
     with hosts.host("one") as one:
         store(one.client, keys(A, 3))

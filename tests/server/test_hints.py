@@ -62,7 +62,7 @@ def listed(remote: Console) -> dict[str, dict[str, Any]]:
     return {each["session"]: each for each in remote.get("/api/sessions", list, most=100)}
 
 
-def test_sessions_are_listed_with_what_they_saved_and_what_is_kept(client, remote, capsys):
+def test_sessions_show_what_they_saved_and_what_is_kept(client, remote, capsys):
     ask(client, keys(TOKENS[:8]), "listed")
     assert ask(client, keys(TOKENS[:8]), "listed") == 8
     ask(client, keys([*TOKENS[:4], 7, 7]), "below", "listed")
@@ -78,7 +78,7 @@ def test_sessions_are_listed_with_what_they_saved_and_what_is_kept(client, remot
     assert main(["sessions", "--server", remote.address.unix, "--most", "0"]) == 2
 
 
-def test_stats_say_how_many_sessions_there_are_and_what_hits_saved(client, remote, capsys):
+def test_stats_count_sessions_and_what_hits_saved(client, remote, capsys):
     client.costs(Cost(fixed=1.0, token=60.0, position=0.0, copy=0.0))
     ask(client, keys(TOKENS[:8]), "saving")
     ask(client, keys(TOKENS[:8]), "saving")
@@ -89,7 +89,7 @@ def test_stats_say_how_many_sessions_there_are_and_what_hits_saved(client, remot
     assert "hits saved 0.133 GPU-hours: 0.47 at 3.5 an hour" in out
 
 
-def test_a_lookup_that_no_tier_can_answer_counts_for_its_session_too(client, remote):
+def test_a_sure_miss_counts_for_its_session_too(client, remote):
     match = client.match(keys([5, 5, 5]), FORM, session="missed")
     client.release(match)
     until(lambda: "missed" in listed(remote))
@@ -159,7 +159,7 @@ ODD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", ACTIONS)
-def test_whatever_a_hint_names_the_server_refuses_it_and_goes_on(server, client, remote, kind):
+def test_the_server_refuses_odd_hints_and_goes_on(server, client, remote, kind):
     said = json.dumps(envelope(f"odd-{kind}", *((kind, payload) for payload in ODD))).encode()
     status, over_http = post(server, said)
     over_redis = json.loads(server.ask("LMTIER.CALL", "/api/hints", said))

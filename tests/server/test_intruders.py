@@ -100,7 +100,7 @@ def finish(wire: Wire, reservation: Grant) -> None:
                 wire.ask(f"LMTIER.{verb}", number, shard)
 
 
-def test_what_an_engine_has_not_written_yet_is_published_by_nobody_else(server, third, intrude):
+def test_only_its_engine_publishes_an_unwritten_chunk(server, third, intrude):
     with Client(server.where["unix"], engine=SECRET) as victim:
         store(victim, keys(8, "before"))  # these bytes are what an extent has that is not written yet
         victim.clear()
@@ -139,7 +139,7 @@ def test_what_an_engine_is_writing_is_given_to_nobody_else(server, third, intrud
         assert look(third, keys(8), TWO) == ["cpu"] * 8
 
 
-def test_a_client_that_does_not_map_the_slab_does_nothing_about_extents(server, third):
+def test_a_client_without_the_slab_cannot_touch_extents(server, third):
     with server.connect() as wire:
         store(third, keys(2))
         wire.granted("LMTIER.HELLO", 1)
@@ -157,7 +157,7 @@ def test_a_client_that_does_not_map_the_slab_does_nothing_about_extents(server, 
         assert look(third, keys(2)) == ["cpu"] * 2
 
 
-def test_a_word_that_could_be_guessed_begins_no_session_for_many(server):
+def test_a_guessable_secret_begins_no_shared_session(server):
     with Wire(server.where["unix"]) as wire:
         for word in ("engine-0", "vllm-0123456789abcdef", "0" * 31, "G" * 32, "a" * 129, ""):
             assert wire.ask("LMTIER.HELLO", 1, "ENGINE", word).startswith("ERR ENGINE takes a secret")

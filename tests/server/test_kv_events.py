@@ -191,7 +191,7 @@ def test_what_a_disk_kept_over_a_restart_is_told_of(start, listen, tmp_path):
     assert router.held["disk"] == hashes(keys(5))
 
 
-def test_tokens_parents_adapter_and_salt_are_told_if_an_engine_told_them(start, listen):
+def test_routers_hear_tokens_and_origins_from_engines(start, listen):
     server = start()
     router = listen(server)
     identity = Identity(model="m", weights="w")
@@ -258,7 +258,7 @@ class Owner:
         self.router.close()
 
 
-def test_of_a_tier_that_must_be_asked_it_is_told_what_was_written_and_what_is_gone(tmp_path):
+def test_routers_hear_of_writes_and_clears_in_asked_tiers(tmp_path):
     url = "memory://"
     tier = MemoryTier()
     tier.keeps = False
@@ -272,7 +272,8 @@ def test_of_a_tier_that_must_be_asked_it_is_told_what_was_written_and_what_is_go
         owner.router.until(lambda: owner.router.cleared == 1 and not owner.router.counts().get("memory"))
 
 
-def test_prompts_that_came_together_are_told_apart_and_nothing_twice(tmp_path):
+def test_prompts_stored_together_are_published_apart(tmp_path):
+    """Nothing is published twice."""
     with Owner(tmp_path) as owner:
         prompts = [list(range(at, at + 2 * C)) for at in (0, 100, 200)]
         chains = [KeyChain(seed(Identity(model="m", weights="w"), C), C, tokens).keys for tokens in prompts]
@@ -323,7 +324,7 @@ def test_what_the_server_itself_lost_count_of_is_told_anew(tmp_path):
         owner.router.until(lambda: owner.router.cleared == 1 and owner.router.counts() == {"CPU": 3})
 
 
-def test_what_left_before_it_could_be_told_anew_is_not_told_of(tmp_path):
+def test_chunks_gone_before_a_resend_are_not_published(tmp_path):
     with Owner(tmp_path) as owner:
         owner.store(keys(3))
         owner.publisher.resend_all()
@@ -344,7 +345,7 @@ def test_a_router_that_stops_reading_holds_nobody_up(tmp_path):
         owner.router.until(lambda: owner.router.counts() == {"CPU": 20})
 
 
-def test_an_address_that_is_taken_is_named_and_nothing_stays_open(tmp_path):
+def test_a_taken_address_is_named_and_nothing_stays_open(tmp_path):
     place = f"ipc://{tmp_path}/none/here"
     serving = ServerConfig(listen="", http="", unix=str(tmp_path / "unix"), kv_events=place)
     with pytest.raises(ConfigError, match="kv_events: cannot bind"):
@@ -360,7 +361,8 @@ def test_replay_alone_is_refused():
 @pytest.mark.parametrize(
     "request_", [(b"",), (b"", b"short"), (b"", b"x" * 8, b"more"), (b"nothing before it",)]
 )
-def test_a_replay_that_is_asked_for_wrongly_is_not_answered_and_the_next_is(tmp_path, request_):
+def test_a_wrong_replay_request_goes_unanswered(tmp_path, request_):
+    """The next request is answered."""
     with Owner(tmp_path) as owner:
         owner.store(keys(3))
         owner.router._replay.send_multipart(request_)

@@ -110,7 +110,7 @@ SLOWLY = [pytest.param((kind,), id=kind.__name__, marks=pytest.mark.slow) for ki
 
 
 @pytest.mark.parametrize("kinds", [pytest.param(KINDS, id="all"), *SLOWLY])
-def test_what_all_clients_together_make_the_server_remember_is_bounded(tmp_path: Path, kinds: Any):
+def test_the_memory_of_all_clients_together_is_bounded(tmp_path: Path, kinds: Any):
     with served(tmp_path, "cpu://?capacity=16MiB", config={"chunk_tokens": 16}) as server:
         grown, closed = attack(server, 150, kinds)
         print(f"150 clients try {TOGETHER >> 20} MiB: {grown >> 20} MiB more, {closed} were closed")
@@ -119,7 +119,7 @@ def test_what_all_clients_together_make_the_server_remember_is_bounded(tmp_path:
 
 
 @pytest.mark.slow
-def test_ten_thousand_hostile_connections_cost_no_more_memory_than_is_stated(tmp_path: Path):
+def test_ten_thousand_hostile_clients_stay_in_the_bound(tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     clients = min(10_000, (hard - 1000) * 15 // 16)
@@ -133,7 +133,7 @@ def test_ten_thousand_hostile_connections_cost_no_more_memory_than_is_stated(tmp
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_engine_that_remembers_too_much_is_refused_and_not_closed(tmp_path: Path):
+def test_a_greedy_engine_is_refused_and_stays_connected(tmp_path: Path):
     """Its extents must stay until it releases them."""
     with (
         served(tmp_path, config={"chunk_tokens": 16}, unix=str(tmp_path / "socket")) as server,
@@ -152,7 +152,7 @@ def test_an_engine_that_remembers_too_much_is_refused_and_not_closed(tmp_path: P
         engine.expect("PONG", "PING")
 
 
-def test_engines_that_cannot_be_closed_close_nobody_else_whatever_they_take(tmp_path: Path, monkeypatch):
+def test_engines_that_cannot_be_closed_close_no_others(tmp_path: Path, monkeypatch):
     """Otherwise each event of the server would close everybody who connects, and never be done."""
     monkeypatch.setattr("lmtier.server.ledger.MAX_CLIENT_BYTES", MIB)
     often = gc.get_threshold()

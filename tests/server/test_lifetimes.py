@@ -86,7 +86,7 @@ def restart(server: Served) -> None:
     server.start()
 
 
-def test_what_runs_out_while_the_server_is_down_is_not_served_after(server, client):
+def test_chunks_that_expire_between_runs_are_not_served(server, client):
     began = time.monotonic()
     store(client, keys(TOKENS, "kept"), ttl=3600)
     assert client.flush()
@@ -199,7 +199,7 @@ def test_which_model_is_meant_must_be_clear(server, client, run, tmp_path):
     assert run("prefetch", file, "--server", where, "--model", "m", "--lora", "poet")[0] == 0
 
 
-def test_a_prompt_of_more_keys_than_an_argument_holds_is_pinned(server, client, run, tmp_path):
+def test_a_prompt_of_more_keys_than_one_argument_is_pinned(server, client, run, tmp_path):
     client.declare(IDENTITY, FORM)
     client.check()
     where, file = server.where["redis"], tmp_path / "tokens.json"
@@ -216,7 +216,7 @@ def test_a_prompt_of_more_keys_than_an_argument_holds_is_pinned(server, client, 
 @pytest.mark.parametrize(
     ("time", "why"), [("0", "must be more than 0"), ("0s", "must be more than 0"), ("101000d", "100 years")]
 )
-def test_a_pin_that_would_end_at_once_or_never_is_refused_in_one_line(run, tmp_path, time, why):
+def test_a_pin_that_ends_at_once_or_never_is_refused(run, tmp_path, time, why):
     for command in (("pin", "--name", "p"), ("prefetch", "--pin", "p")):
         code, _, err = run(*command, tmp_path / "tokens.json", "--ttl", time)
         assert (code, len(err.splitlines())) == (2, 1)
@@ -244,7 +244,7 @@ class Slow(MemoryTier):
     [(0.005, 0), (0.0, 4), (0.0, 6)],
     ids=["a slow tier", "a tier that was late", "a tier that is not asked any more"],
 )
-def test_what_is_brought_up_from_a_slow_tier_comes_all_the_same(monkeypatch, seconds, late):
+def test_a_prefetch_from_a_slow_tier_completes(monkeypatch, seconds, late):
     names = keys(list(range(300)))
     url, tier = "memory://?capacity=100MiB", Slow(seconds, late)
     monkeypatch.setattr(prefetching, "_PORTION", 8 * ROOM)

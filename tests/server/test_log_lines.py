@@ -19,7 +19,7 @@ def lines(server):
     return [json.loads(line) for line in server.log.read_text().splitlines()]
 
 
-def test_the_client_that_is_one_too_many_is_refused_and_logged(tmp_path):
+def test_one_client_too_many_is_refused_and_logged(tmp_path):
     server = Served(tmp_path, clients=3, log_format="json")  # one place is kept for engines
     try:
         with server.connect(), server.connect() as second, server.connect() as third:
@@ -35,7 +35,7 @@ def test_the_client_that_is_one_too_many_is_refused_and_logged(tmp_path):
         server.kill()
 
 
-def test_a_browser_that_connects_ahead_and_asks_nothing_is_closed_without_a_warning(tmp_path):
+def test_a_silent_browser_is_closed_without_a_warning(tmp_path):
     with served(tmp_path, http="127.0.0.1:0", patience=0.2, log_format="json", log_level="debug") as server:
         host, _, port = server.where["http"].rpartition(":")
         with socket.create_connection((host, int(port)), 20) as idle:
@@ -43,7 +43,7 @@ def test_a_browser_that_connects_ahead_and_asks_nothing_is_closed_without_a_warn
         assert not [line for line in lines(server) if line["level"] in ("warning", "error")]
 
 
-def test_a_tier_that_fails_is_a_warning_and_that_it_works_again_is_none(caplog):
+def test_a_failing_tier_warns_and_its_recovery_does_not(caplog):
     url = "null://"
     flaky = FlakyTier(MemoryTier(), every=1, ops=(Op.STORE,))
     config = Config(tiers=["cpu://?capacity=1MiB", url], chunk_tokens=1, prefault=False)

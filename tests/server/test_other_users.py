@@ -81,7 +81,7 @@ def server(tmp_path: Path):
         yield server
 
 
-def test_another_user_of_the_host_gets_nothing_but_a_sentence(server: Served):
+def test_another_user_of_the_host_gets_only_a_sentence(server: Served):
     server.ask("SET", "name", "value")
     for said, answer in zip(COMMANDS, as_user(USER, ask, server.address, COMMANDS), strict=True):
         if said != "NOTHING":
@@ -94,7 +94,7 @@ def test_another_user_of_the_host_gets_nothing_but_a_sentence(server: Served):
     assert server.ask("GET", "name") == b"value"
 
 
-def test_another_user_reads_numbers_without_content_and_no_page(server: Served):
+def test_another_user_reads_numbers_and_no_page(server: Served):
     found = as_user(USER, get, server.where["http"], [*PAGES, *OPEN])
     assert {path: status for path, (status, _) in found.items()} == PAGES | OPEN
     assert str(USER) in found["/"][1]
@@ -103,7 +103,7 @@ def test_another_user_reads_numbers_without_content_and_no_page(server: Served):
     assert [status for status, _ in own.values()] == [200, 200, 200, 200, 200, 404]
 
 
-def test_another_user_gets_nothing_over_http_from_the_port_of_redis_clients(server: Served):
+def test_another_user_gets_no_http_from_the_redis_port(server: Served):
     """Also not what the listener for HTTP gives every user: who has closed that one shows it to nobody."""
     paths = [*PAGES, *OPEN, "/api/pins", "/api/models", "/api/sessions"]
     found = as_user(USER, get, "{}:{}".format(*server.address), paths)
@@ -111,7 +111,7 @@ def test_another_user_gets_nothing_over_http_from_the_port_of_redis_clients(serv
     assert all(str(USER) in said for _, said in found.values())
 
 
-def test_the_metrics_that_another_user_may_read_name_no_key_value_or_salt(tmp_path: Path):
+def test_public_metrics_name_no_key_value_or_salt(tmp_path: Path):
     shares = {"batch": {"salt": "a-salt-of-a-tenant", "share": 0.5}}
     with served(tmp_path, http="127.0.0.1:0", config={"shares": shares}) as server:
         server.ask("SET", "the-name", "the-value")
@@ -120,7 +120,7 @@ def test_the_metrics_that_another_user_may_read_name_no_key_value_or_salt(tmp_pa
         assert not any(each in text for each in ("the-name", "the-value", "a-salt-of"))
 
 
-def test_every_user_is_served_if_the_owner_says_so_or_a_token_is_shown(tmp_path: Path):
+def test_other_users_are_served_by_permission_or_token(tmp_path: Path):
     with served(tmp_path, insecure=True, unix=str(tmp_path / "socket")) as server:
         assert as_user(USER, ask, server.address, ["SET name value", "GET name"]) == ["OK", b"value"]
     (tmp_path / "admin").write_text("sesame")
@@ -134,7 +134,7 @@ def test_every_user_is_served_if_the_owner_says_so_or_a_token_is_shown(tmp_path:
         assert said == [Error("NOAUTH Authentication required."), "OK", None]
 
 
-def test_a_unix_socket_that_is_open_to_others_asks_who_they_are(tmp_path: Path, request):
+def test_an_open_unix_socket_asks_who_its_callers_are(tmp_path: Path, request):
     folder = Path("/tmp") / f"lmtier-{os.getpid()}"
     folder.mkdir()
     request.addfinalizer(folder.rmdir)
@@ -157,7 +157,7 @@ def refused(path: str) -> str:
 
 
 @pytest.mark.parametrize("words", [("ping",), ("stats",), ("clear", "--all")], ids=" ".join)
-def test_the_command_line_of_another_user_gets_the_sentence_and_code_2(tmp_path: Path, words: Any):
+def test_another_users_command_gets_a_sentence_and_code_2(tmp_path: Path, words: Any):
     with served(tmp_path) as server:
         where = server.where["redis"]
         code, said = as_user(USER, tool, *words, "--server", where)
@@ -172,7 +172,7 @@ def leave(address: Any) -> None:
         wire.sendall(encode_command("FLUSHALL"))
 
 
-def test_who_leaves_before_the_server_looks_is_still_another_user(tmp_path: Path):
+def test_a_user_who_leaves_at_once_is_still_another_user(tmp_path: Path):
     """Older kernels say of a socket that was closed that it is root's."""
     with served(tmp_path) as server:
         server.ask("SET", "name", "value")
@@ -220,7 +220,7 @@ def test_the_kernel_says_whose_a_connection_is(listens: str, asked: str, family:
                 until(lambda: user_of(ours) is None)
 
 
-def test_to_ask_the_kernel_costs_the_same_however_many_connections_there_are(tmp_path: Path):
+def test_finding_a_connections_user_takes_constant_work(tmp_path: Path):
     """It looks one socket up: counted in bytes that it answers, as a list of all would grow."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, contextlib.ExitStack() as stack:
         for _ in range(400):

@@ -243,7 +243,7 @@ def test_every_word_can_be_read(browser, serve, screen):
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-def test_the_page_shows_the_five_verdicts_of_the_server_in_their_order(browser, serve, screen):
+def test_the_page_shows_five_verdicts_in_their_order(browser, serve, screen):
     server = serve("null://")
     server.use(keys(3), [*keys(2), *keys(2, "b")], keys(20, "c"), keys(3))
     visit(browser, server, **SCREENS[screen])
@@ -303,7 +303,7 @@ def test_a_clients_name_is_text_and_nothing_else(browser, serve):
     assert browser.complaints == []
 
 
-def test_the_sessions_that_saved_most_are_on_the_page_by_their_names(browser, serve):
+def test_the_page_names_the_sessions_that_saved_most(browser, serve):
     server = serve()
     server.use(keys(3))
     with server.turn:
@@ -333,7 +333,7 @@ def test_a_server_that_is_not_ready_says_why(browser, serve):
     assert verdict(browser, "working") == ("good", "yes", "cpu and disk work; no engine is connected")
 
 
-def test_a_server_that_goes_away_was_last_seen_and_may_come_back(browser, serve):
+def test_a_lost_server_is_unreachable_until_it_returns(browser, serve):
     server = serve()
     server.use(keys(3), keys(3))
     visit(browser, server)

@@ -171,7 +171,7 @@ def test_nobody_has_asked_yet(state: State) -> None:
     )
 
 
-def test_one_prompt_is_too_early_for_verdicts_and_fifty_new_ones_say_nothing_of_the_memory(
+def test_verdicts_wait_for_enough_lookups_and_some_reuse(
     state: State,
 ) -> None:
     state.serve(cpu="64MiB")
@@ -198,7 +198,7 @@ def test_one_prompt_is_too_early_for_verdicts_and_fifty_new_ones_say_nothing_of_
     assert sessions is None, "prompts without a session's name are no agent sessions"
 
 
-def test_a_directory_that_is_gone_is_named_and_its_outage_has_one_beginning(state: State) -> None:
+def test_a_missing_directory_is_named_as_one_outage(state: State) -> None:
     # Not "~", which the error would spell out: its path says nothing of who made the picture either.
     home = Path(state.later.enter_context(tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp")), "disk")
     state.serve(f"disk://{home}?capacity=64MiB", cpu="64MiB")
@@ -308,7 +308,7 @@ def test_five_tiers(state: State) -> None:
     ]
 
 
-def test_a_tier_that_dies_is_said_and_forgotten_when_it_is_back(state: State) -> None:
+def test_a_tier_that_dies_shows_until_it_is_back(state: State) -> None:
     redis = state.redis()
     # All chunks fit into the memory, so that a slow disk loses none.
     state.serve("disk://~/kv?capacity=64MiB", f"redis://127.0.0.1:{redis.port}/0", cpu="64MiB")

@@ -296,7 +296,7 @@ def test_redis_cli(server: Served):
     assert "wrong number of arguments" in program("redis-cli", server, "GET")
 
 
-def test_a_name_with_blanks_is_one_field_in_the_list_of_clients(server: Served):
+def test_a_name_with_blanks_is_one_field_of_the_list(server: Served):
     with server.connect() as engine:
         engine.granted("LMTIER.HELLO", 1, "NAME", "vllm worker id=0")
         number = engine.ask("CLIENT", "ID")

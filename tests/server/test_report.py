@@ -111,7 +111,7 @@ def test_sums_agree_with_the_exposition(make, tmp_path):
     assert not any(metrics.sums(metrics.dropped_tokens, "tier", "reason").values())
 
 
-def test_hits_are_worth_the_time_that_engines_need_not_compute(make):
+def test_hits_are_worth_the_time_of_computing(make):
     cache = make()
     store(cache, keys(3))
     cost = Cost(fixed=9.0, token=2.0, position=0.5, copy=0.0)
@@ -149,14 +149,14 @@ def test_a_tier_that_fails_is_seen_to_be_left_alone(make):
     assert {name.split()[0] for name in counted["dropped"]} == {"null"}
 
 
-def test_before_the_first_hit_and_the_first_write_both_are_0(make, tmp_path):
+def test_before_the_first_hit_and_write_both_are_zero(make, tmp_path):
     """A ratio without its upper half is nothing, and no alert."""
     metrics = make(f"disk://{tmp_path}?capacity=1MiB").metrics
     assert metrics.sums(metrics.hit_tokens, "tier") == {"cpu": 0, "disk": 0}
     assert metrics.sums(metrics.stored_tokens, "tier") == {"cpu": 0, "disk": 0}
 
 
-def test_what_is_to_be_deleted_does_not_fill_the_queue_of_writes(make):
+def test_deletions_do_not_fill_the_queue_of_writes(make):
     url, gate = "disk:///memory?capacity=1MiB", Gate()
     cache = make(url, opened={url: SlowTier(MemoryTier(), gate)}, queue_length=4)
     store(cache, keys(4))
@@ -177,7 +177,7 @@ def test_what_a_tier_does_not_know_is_none(make):
     assert (tier["chunks"], tier["used"], tier["capacity"]) == (None, None, None)
 
 
-def test_a_server_is_not_ready_until_its_tiers_know_what_they_hold(make):
+def test_a_server_is_ready_once_its_tiers_are_scanned(make):
     url, gate = "disk:///memory?capacity=1MiB", Gate()
     cache = make(url, opened={url: SlowTier(MemoryTier(), gate)}, wait_until_warm=False)
     report = report_of(cache)
@@ -249,7 +249,7 @@ def test_history_is_bounded_and_evenly_spaced():
     assert [row["seconds"] for row in history.dump()["rows"]] == [298.0 - 2 * i for i in range(30, -1, -1)]
 
 
-def test_what_was_counted_lately_is_the_present_less_a_row_of_the_past(make, tmp_path):
+def test_recent_counts_are_the_present_less_the_past(make, tmp_path):
     cache = make(f"disk://{tmp_path}?capacity=1MiB")
     history = History(clock=Clock())
     store(cache, keys(3))
@@ -267,7 +267,7 @@ def test_what_was_counted_lately_is_the_present_less_a_row_of_the_past(make, tmp
     assert history.since(later, 90.0)["asked"] == 6
 
 
-def test_columns_stand_still_and_have_no_gaps_where_rows_are_close():
+def test_columns_stand_still_without_gaps():
     history = History(clock=Clock())
     for row in rows(*range(2, 600, 2)):
         history.sample(row)

@@ -31,7 +31,7 @@ def path(tmp_path):
     return tmp_path / "requests.jsonl"
 
 
-def test_what_an_engine_looks_up_is_logged_and_can_be_replayed(tmp_path, path):
+def test_lookups_of_engines_are_logged_and_can_be_replayed(tmp_path, path):
     with served(
         tmp_path, unix=str(tmp_path / "socket"), config={"chunk_tokens": 1}, request_log=str(path)
     ) as server:
@@ -90,7 +90,7 @@ def test_a_restart_goes_on_in_the_same_file(path):
     assert len(lines(path)) == 2
 
 
-def test_a_part_of_a_chunk_has_another_number_after_a_restart(path):
+def test_a_partial_chunk_gets_a_new_number_after_a_restart(path):
     for _ in range(2):
         log = RequestLog(str(path), 1, Metrics())
         log.note(KEYS[:1], 2)

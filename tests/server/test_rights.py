@@ -93,7 +93,7 @@ def everything(server: Served) -> dict[str, int]:
         return {each[0].decode().upper(): abs(each[1]) for each in wire.ask("COMMAND")}
 
 
-def test_the_table_has_each_command_page_and_hint_and_nothing_else(server):
+def test_the_table_has_all_commands_pages_and_hints_only(server):
     pages = {page for page in RIGHTS if page.startswith("/") and ":" not in page}
     status, body = page(server, "/no-such-page", Role.ADMIN)
     assert status == 404
@@ -157,7 +157,7 @@ def ways(server: Served) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["http", "redis", "unix"])
 @pytest.mark.parametrize("role", Role)
-def test_each_page_and_call_is_for_the_roles_that_the_table_names(server, role, way):
+def test_pages_and_calls_are_for_the_roles_of_the_table(server, role, way):
     """On each listener. Without a token only the owner's Unix socket gives a role."""
     has_role = Role.ADMIN if way == "unix" and not role else role
     audit, expected = Audit(server), []
@@ -176,7 +176,7 @@ def test_each_page_and_call_is_for_the_roles_that_the_table_names(server, role, 
     audit.says_how(expected)
 
 
-def test_what_looks_like_an_argument_that_takes_more_gives_no_more(server):
+def test_odd_arguments_give_no_more_rights(server):
     for query in ("tokens=%C5%BF", "tokens=yes", "token=1", "tokens=1", "Tokens=1", "tokens=0x1"):
         status, _ = page(server, f"/api/explain?{query}", Role.ADMIN)
         assert status == 400, query
@@ -233,7 +233,7 @@ def test_a_web_page_in_an_operators_browser_changes_nothing(tmp_path, way):
         assert server.ask("DBSIZE") == 0
 
 
-def test_software_that_others_make_send_requests_changes_and_reads_nothing(tmp_path):
+def test_software_misled_by_others_can_do_nothing(tmp_path):
     """It is the same user's, and chooses the URL and the JSON, but no header."""
     with served(tmp_path) as server:
         server.ask("SET", "name", "value")
@@ -267,7 +267,7 @@ def test_a_clear_whose_arguments_are_lost_clears_nothing(server, path, body):
 
 
 @pytest.mark.parametrize(("role", "path"), [(Role.LOOK, "/api/hints"), (Role.ENGINE, "/api/pin")])
-def test_who_may_not_make_a_call_does_not_make_the_server_read_it(server, role, path):
+def test_a_call_without_the_right_is_not_read(server, role, path):
     """Megabytes of JSON take a fifth of a second."""
     with of(server, role) as wire:
         assert wire.ask("LMTIER.CALL", path, "no JSON").startswith("NOPERM")
@@ -275,7 +275,7 @@ def test_who_may_not_make_a_call_does_not_make_the_server_read_it(server, role, 
 
 @pytest.mark.parametrize("way", ["LMTIER.CALL", "/api/hints"])
 @pytest.mark.parametrize("role", [Role.ENGINE, Role.ADMIN])
-def test_each_hint_is_for_the_roles_that_the_table_names_and_in_the_audit(server, role, way):
+def test_hints_are_for_the_roles_of_the_table_and_audited(server, role, way):
     audit, expected = Audit(server), []
     with Client(server.where["unix"]) as engine, of(server, role) as wire:
         for number, (row, right) in enumerate(RIGHTS.items()):
@@ -317,14 +317,14 @@ def test_a_chunk_that_an_engine_discards_is_in_the_audit(server):
     audit.says([("accepted", f"LMTIER.DISCARD {key.hex()}")])
 
 
-def test_the_page_on_the_protocol_has_each_verb_as_it_is_declared():
+def test_the_protocol_page_has_every_verb_as_declared():
     text = (ROOT / "docs/PROTOCOL.md").read_text()
     rows = re.findall(r"^\| `LMTIER\.(\w+) ?(.*?)` \|", text, re.M)
     assert dict(rows) == {name: verb.fields for name, verb in VERBS.items()}
     assert len(rows) == len(VERBS)
 
 
-def test_each_verb_is_declared_and_has_a_handler_and_a_client(server):
+def test_every_verb_has_a_handler_and_a_client(server):
     assert everything(server).items() >= {f"LMTIER.{n}": abs(verb.arity) for n, verb in VERBS.items()}.items()
     spoken = set[str]()
     for folder in ("client", "server/takeover.py", "../backends/lmtier_backends/redis"):

@@ -90,7 +90,7 @@ def prompt(number: int) -> list[int]:
     return list(range(1000 * number, 1000 * number + CHUNKS * C))
 
 
-def test_dynamo_scores_the_hosts_and_tiers_that_have_a_prompt(tmp_path: Path):
+def test_dynamo_scores_hosts_and_tiers_that_have_a_prompt(tmp_path: Path):
     with ExitStack() as stack:
         hosts = [stack.enter_context(host(tmp_path / name)) for name in ("a", "b")]
         port = free_port()
@@ -164,7 +164,7 @@ Router.from_args(RouterArgs(**json.loads(sys.argv[1]))).start()
 """
 
 
-def test_the_router_of_vllm_sends_a_prompt_to_the_host_that_has_it(tmp_path: Path):
+def test_vllms_router_picks_the_host_that_has_the_prompt(tmp_path: Path):
     with ExitStack() as stack:
         hosts = [stack.enter_context(host(tmp_path / name)) for name in ("a", "b")]
         workers = [stack.enter_context(worker()) for _ in hosts]

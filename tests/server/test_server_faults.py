@@ -80,7 +80,7 @@ def test_a_client_that_dies_at_any_byte_costs_nothing(tmp_path: Path, frame: byt
         assert server.held() == (*before, 1)
 
 
-def test_a_client_killed_in_the_middle_of_a_large_value_gives_its_memory_back(tmp_path: Path):
+def test_a_client_killed_in_a_large_value_frees_its_memory(tmp_path: Path):
     with served(tmp_path, "cpu://?capacity=64MiB") as server:
         for sent in (0, 1, 5 * MIB, 20 * MIB):
             ours, theirs = FORK.Pipe()
@@ -104,7 +104,7 @@ def test_a_client_killed_in_the_middle_of_a_large_value_gives_its_memory_back(tm
 
 
 @pytest.mark.alone
-def test_clients_that_stop_reading_go_when_others_need_the_room(tmp_path: Path):
+def test_stuck_readers_are_closed_when_room_is_needed(tmp_path: Path):
     values = [content(i, 64 * MIB) for i in range(2)]
     with served(tmp_path, "cpu://?capacity=130MiB") as server, server.connect() as writer:
         stuck = []
@@ -129,7 +129,7 @@ def test_clients_that_stop_reading_go_when_others_need_the_room(tmp_path: Path):
 
 
 @pytest.mark.parametrize("last", [("GETDEL", "k"), ("EXPIRE", "k", "-1"), ("DEL", "k")], ids=lambda c: c[0])
-def test_what_is_said_to_be_gone_is_gone_also_if_it_could_not_be_read_then(tmp_path: Path, last: tuple[str]):
+def test_a_deletion_holds_though_the_value_was_unreadable(tmp_path: Path, last: tuple[str]):
     tiers = ("cpu://?capacity=32MiB", disk(tmp_path, "1GiB"))
     with served(tmp_path, *tiers) as server, server.connect() as writer:
         for name in ("k", "large 0", "large 1"):
@@ -148,7 +148,7 @@ def test_what_is_said_to_be_gone_is_gone_also_if_it_could_not_be_read_then(tmp_p
         writer.expect(None, "GET", "k")
 
 
-def test_a_client_that_stops_goes_when_patience_is_over_and_not_before(tmp_path: Path):
+def test_a_client_that_stops_goes_when_patience_is_over(tmp_path: Path):
     value = content("large", 32 * MIB)
     with served(tmp_path, "cpu://?capacity=128MiB", patience=1.5) as server:
         with server.connect() as writer:
@@ -265,7 +265,8 @@ def test_a_thousand_idle_connections_cost_little(tmp_path: Path):
 # ---- values
 
 
-def test_a_value_larger_than_the_room_is_refused_and_the_connection_goes_on(tmp_path: Path):
+def test_a_value_beyond_the_room_is_refused(tmp_path: Path):
+    """The connection goes on."""
     with served(tmp_path, "cpu://?capacity=4MiB") as server, server.connect() as wire:
         wire.expect("OK", "SET", "k", "kept")
         for frame in (
@@ -291,7 +292,7 @@ def is_written(server: Served) -> bool:
     return not queue
 
 
-def test_what_the_slab_does_not_hold_comes_back_from_the_disk(tmp_path: Path):
+def test_values_beyond_the_slab_come_back_from_disk(tmp_path: Path):
     tiers = ("cpu://?capacity=16MiB", disk(tmp_path, "256MiB"))
     with served(tmp_path, *tiers) as server, server.connect() as wire:
         sizes = {f"k{i}": 1 + i * 37_021 for i in range(64)}
@@ -313,7 +314,8 @@ def test_what_the_slab_does_not_hold_comes_back_from_the_disk(tmp_path: Path):
             assert wire.reply() == content(name, size)
 
 
-def test_values_survive_a_restart_with_their_time_and_the_expired_do_not(tmp_path: Path):
+def test_a_restart_keeps_values_with_their_time(tmp_path: Path):
+    """Values that have expired do not come back."""
     tiers = ("cpu://?capacity=8MiB", disk(tmp_path, "64MiB"))
     with served(tmp_path, *tiers) as server:
         with server.connect() as wire:
@@ -352,7 +354,7 @@ def test_values_survive_a_restart_with_their_time_and_the_expired_do_not(tmp_pat
             wire.expect(len(names), "DBSIZE")
 
 
-def test_every_acknowledged_value_survives_a_stop_however_fast_it_came(tmp_path: Path):
+def test_every_acknowledged_value_survives_a_stop(tmp_path: Path):
     """Faster than the disk writes, more than may wait, and more than memory holds."""
     tiers, count = ("cpu://?capacity=12MiB", disk(tmp_path, "256MiB")), 4500
     slow = {"queue_length": 64, "load_deadline": 60}  # however slow the disk is
@@ -515,7 +517,7 @@ def overwrite(server: Served, writer: int, said: Connection) -> None:
 
 
 @pytest.mark.parametrize("below", [False, True])
-def test_who_reads_what_two_overwrite_reads_one_of_them_whole(tmp_path: Path, below: bool):
+def test_of_two_overwriting_values_a_reader_gets_one_intact(tmp_path: Path, below: bool):
     tiers = ("cpu://?capacity=64MiB", *([disk(tmp_path, "64MiB")] if below else []))
     with served(tmp_path, *tiers) as server, server.connect() as reader:
         reader.expect("OK", "SET", "shared", struct.pack("<QQ", 0, 0) + content((0, 0), 8 * MIB - 16))
@@ -589,7 +591,7 @@ def test_a_value_that_never_fits_hurries_no_other_client():
         values.discard_draft(draft)
 
 
-def test_values_that_expire_together_are_deleted_some_at_a_time():
+def test_values_that_expire_together_go_some_at_a_time():
     with Cache(Config(tiers=["cpu://?capacity=8MiB"], prefault=False), is_record=is_value) as cache:
         values = Values(cache)
         for number in range(1000):
@@ -622,7 +624,7 @@ def no_free_files(server: Served) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
-def test_without_a_free_file_commands_are_answered_and_the_server_goes_on(tmp_path: Path):
+def test_without_a_free_file_commands_are_still_answered(tmp_path: Path):
     path = tmp_path / "socket"
     with (
         served(tmp_path, "cpu://?capacity=4MiB", unix=str(path)) as server,
@@ -650,7 +652,7 @@ def failing_later(caller: Caller, args: list[Argument]) -> PendingAnswer:
     return failing(caller, args)
 
 
-def test_a_call_of_the_system_that_fails_in_a_command_is_its_answer():
+def test_a_failing_system_call_is_its_commands_answer():
     with Cache(Config(tiers=["cpu://?capacity=1MiB"], prefault=False), is_record=is_value) as cache:
         values = Values(cache)
         transactions = Transactions(values)
@@ -797,7 +799,8 @@ def use(server: Served, oracle: Oracle, said: Connection) -> None:
 
 
 @pytest.mark.parametrize("kills", [8, pytest.param(40, marks=pytest.mark.slow)])
-def test_after_a_kill_no_value_is_older_than_the_last_flush_or_deletion(tmp_path: Path, kills: int):
+def test_a_kill_revives_nothing_replaced_or_deleted(tmp_path: Path, kills: int):
+    """No value is older than the last flush or deletion."""
     tiers = ("cpu://?capacity=6MiB", disk(tmp_path, "10MiB"))
     oracles = [Oracle(number) for number in range(4)]
     chance = random.Random(5)

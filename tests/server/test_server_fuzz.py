@@ -324,7 +324,7 @@ def rss() -> int:
         pytest.param(1_000_000, id="1,000,000", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )
-def test_whatever_is_said_within_one_process_is_answered_in_resp(tmp_path: Path, frames: int):
+def test_any_input_within_one_process_is_answered_in_resp(tmp_path: Path, frames: int):
     within, source = Within(tmp_path), Frames(SEED)
     sent = warm = 0
     began = time.monotonic()
@@ -361,7 +361,7 @@ def test_whatever_is_said_within_one_process_is_answered_in_resp(tmp_path: Path,
         pytest.param(1_000_000, 60, id="1,000,000", marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )
-def test_whatever_is_sent_the_server_stays_up_sound_and_small(tmp_path: Path, frames: int, most: int):
+def test_any_input_leaves_the_server_up_sound_and_small(tmp_path: Path, frames: int, most: int):
     tiers = ("cpu://?capacity=4MiB", f"disk://{tmp_path}/kv?capacity=8MiB")
     config = {"chunk_tokens": 16, "prefault": True}
     with served(tmp_path, *tiers, config=config, unix=str(tmp_path / "socket")) as server:

@@ -180,7 +180,7 @@ HOSTILE: dict[str, Callable[[int], tuple[str | bytes | int, ...]]] = {
 
 @pytest.mark.alone
 @pytest.mark.parametrize("what", HOSTILE)
-def test_nothing_that_is_computed_of_a_clients_numbers_stops_the_others_or_stays(tmp_path: Path, what: str):
+def test_hostile_numbers_stop_no_client_and_leave_nothing(tmp_path: Path, what: str):
     with served(tmp_path) as server, server.connect(60) as wire:
         wire.ask("LMTIER.HELLO", 1)
         before = server.rss()
@@ -232,7 +232,7 @@ def test_tls_carries_values_of_every_size(secured: Secured):
             assert wire.ask("GET", "k") == value
 
 
-def test_strangers_on_the_tls_port_cost_their_own_connections(secured: Secured):
+def test_strangers_on_the_tls_port_cost_only_themselves(secured: Secured):
     with secured.connect() as wire:
         with Wire(secured.address) as plain:  # no handshake at all
             plain.send(encode_command("PING"))
@@ -276,7 +276,7 @@ class Refusing(DiskTier):
         super().delete(names)
 
 
-def test_what_a_full_and_failing_disk_could_not_overwrite_is_not_forgotten(tmp_path: Path):
+def test_a_value_that_a_failing_disk_keeps_is_not_forgotten(tmp_path: Path):
     """DEL says that it is gone only if the disk cannot show it to the next server."""
     url = f"disk://{tmp_path}?capacity={3 * 2 * 4096}"
     config = Config(tiers=("cpu://?capacity=1MiB", url), prefault=False, load_deadline=0.2)
@@ -344,7 +344,7 @@ def test_a_tier_that_may_not_write_now_is_waited_for(tmp_path: Path):
         )
 
 
-def test_what_waits_while_nothing_may_be_written_is_written_at_the_end(tmp_path: Path):
+def test_a_write_held_by_a_pause_is_done_at_the_close(tmp_path: Path):
     tiers = ("cpu://?capacity=1MiB", f"disk://{tmp_path}?capacity=8MiB")
     for is_first in (True, False):
         with Cache(Config(tiers=tiers, prefault=False), is_record=is_value) as cache:
@@ -380,7 +380,7 @@ def test_a_value_that_finds_no_room_drops_no_tokens(tmp_path: Path):
 # ---- patience
 
 
-def test_a_browser_that_asks_now_and_then_keeps_its_connection(tmp_path: Path):
+def test_a_browser_that_asks_at_times_keeps_its_connection(tmp_path: Path):
     with served(tmp_path, http="127.0.0.1:0") as server:
         host, _, port = server.where["http"].rpartition(":")
         with socket.create_connection((host, int(port)), PATIENCE) as web:
@@ -392,7 +392,7 @@ def test_a_browser_that_asks_now_and_then_keeps_its_connection(tmp_path: Path):
         assert "stopped in the middle" not in server.log.read_text()
 
 
-def test_of_many_requests_that_a_browser_sends_at_once_a_turn_answers_some():
+def test_one_turn_answers_some_of_many_browser_requests():
     def page() -> Response:
         until_turn_ends = time.monotonic() + 0.002
         while time.monotonic() < until_turn_ends:
@@ -414,7 +414,7 @@ def test_of_many_requests_that_a_browser_sends_at_once_a_turn_answers_some():
         assert connection.wants_input
 
 
-def test_it_lingers_for_engines_and_not_for_pages_and_other_clients(tmp_path: Path):
+def test_a_server_lingers_for_engines_and_no_other_clients(tmp_path: Path):
     with served(tmp_path, http="127.0.0.1:0", linger=5.0) as server:
         host, _, port = server.where["http"].rpartition(":")
         with server.connect() as client, socket.create_connection((host, int(port)), PATIENCE) as page:
@@ -432,7 +432,7 @@ def test_it_lingers_for_engines_and_not_for_pages_and_other_clients(tmp_path: Pa
         assert server.process.returncode == 0
 
 
-def test_a_stranger_to_the_slab_that_calls_itself_an_engine_is_not_waited_for(tmp_path: Path):
+def test_a_fake_engine_without_the_slab_is_not_waited_for(tmp_path: Path):
     with served(tmp_path, patience=0.5) as server, server.connect() as wire:
         assert not isinstance(wire.ask("LMTIER.HELLO", 1), Error)
         wire.send(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n" + bulk_header(20 * MIB) + b"some")
@@ -440,7 +440,7 @@ def test_a_stranger_to_the_slab_that_calls_itself_an_engine_is_not_waited_for(tm
         until(lambda: server.held()[0] == 0)
 
 
-def test_a_closed_connection_leaves_nothing_for_the_collector():
+def test_a_closed_connection_leaves_the_collector_nothing():
     """Which looks no more at what has lived for a while: among a million entries it would take a second."""
     host: Any = SimpleNamespace(
         payload_target=lambda *_: None, answer=lambda *_: "", drop_drafts=lambda _: None, buffer=None
@@ -502,7 +502,7 @@ def answer_of(going: Generator[object, None, object]) -> object:
     ],
     ids=lambda words: words[0],
 )
-def test_no_other_server_begins_again_what_says_what_it_has_changed(
+def test_an_answer_that_tells_of_changes_is_not_handed_over(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     """Its second answer would be that there was nothing to do."""
@@ -526,7 +526,8 @@ def test_no_other_server_begins_again_what_says_what_it_has_changed(
         connection.close()
 
 
-def test_a_large_reservation_pauses_and_nothing_of_it_stays_if_its_client_leaves():
+def test_a_large_reservation_leaves_with_its_client():
+    """It pauses between its steps."""
     layout = Layout((LayerShape(1, 4096, 0),), "u8", 256, 256, "test").to_json()
     config = Config(tiers=(f"cpu://?capacity={1_100 * 4096}",), prefault=False)
     keys = os.urandom(1_000 * 32)

@@ -57,7 +57,7 @@ def test_a_flood_leaves_the_other_tenants_share_alone(start):
         assert look(bob, prompt("s3cret", 99)) == ["cpu"] * 2, "within his share he keeps his latest"
 
 
-def test_a_flood_leaves_it_alone_on_disk_and_after_a_restart_too(start, tmp_path: Path):
+def test_a_flood_leaves_shares_on_disk_alone_after_restarts(start, tmp_path: Path):
     server = start(f"disk://{tmp_path}/kv?capacity={20 * (ROOM + 4096)}")
     mine = prompt("alice", 1, 6)
     with Client(server.path) as alice:
@@ -72,7 +72,7 @@ def test_a_flood_leaves_it_alone_on_disk_and_after_a_restart_too(start, tmp_path
         assert look(alice, mine) == ["disk"] * 6
 
 
-def test_what_is_configured_is_shown_and_a_named_salt_is_not(start):
+def test_shares_are_shown_and_named_salts_are_not(start):
     server = start()
     with Client(server.path) as bob:
         store(bob, prompt("s3cret", 1))

@@ -140,7 +140,7 @@ def test_a_host_that_nobody_names_costs_no_lookup(tmp_path: Path):
         b.engine.release(b.engine.wait(b.engine.match(keys(3, "new"), ONE, source=source)))
 
 
-def test_nothing_is_written_to_another_host_or_deleted_there(tmp_path: Path):
+def test_nothing_is_written_or_deleted_at_another_host(tmp_path: Path):
     names = keys(30)
     with two_hosts(tmp_path) as (a, b, source, _):
         store(a.engine, names[:4])
@@ -183,7 +183,7 @@ def test_a_chunk_ends_here_when_it_ends_there(tmp_path: Path):
     assert abs(ends[0] - ends[1]) < 100, "ms: the copy has another end"
 
 
-def test_a_chunk_that_leaves_while_its_checksum_is_made_is_not_sent():
+def test_a_chunk_gone_during_its_checksum_is_not_sent():
     """Its end has left with it, and its content may have been wrong."""
     (key,) = keys(1)
     cache = Cache(Config(tiers=("cpu://?capacity=1MiB",), chunk_tokens=C, prefault=False))

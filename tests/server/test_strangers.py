@@ -67,7 +67,7 @@ def auc(one: list[int], other: list[int]) -> float:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("below", [False, True], ids=["memory", "memory and disk"])
-def test_how_long_a_lookup_takes_tells_nothing_of_other_tenants(tmp_path: Path, below: bool):
+def test_lookup_times_tell_nothing_of_other_tenants(tmp_path: Path, below: bool):
     """A tenant looks up prompts that another one stored, and prompts that nobody did, 2,000 times each."""
     tiers = ["cpu://?capacity=16MiB", *([f"disk://{tmp_path}/kv?capacity=64MiB"] if below else [])]
     with (
@@ -129,7 +129,7 @@ HUGE = [
 ]
 
 
-def test_what_is_too_large_is_refused_before_it_takes_memory(tmp_path: Path):
+def test_too_large_frames_are_refused_before_taking_memory(tmp_path: Path):
     with served(tmp_path, "cpu://?capacity=16MiB", config={"chunk_tokens": 16}) as server:
         with server.connect() as wire:
             wire.expect("OK", "SET", "k", "v")
@@ -250,7 +250,7 @@ def test_without_the_token_nothing_is_told_and_nothing_done(locked: Served):
     assert "Traceback" not in log
 
 
-def test_clients_without_the_token_lose_their_places_after_a_while(tmp_path: Path):
+def test_clients_without_the_token_lose_their_places(tmp_path: Path):
     with served(tmp_path, token=TOKEN, patience=1.5) as server, server.connect() as known:
         known.expect("OK", "AUTH", TOKEN)
         with server.connect() as one, server.connect() as two:
@@ -295,7 +295,7 @@ class Crowd(threading.Thread):
 PLACES, TRIES = 256, 50
 
 
-def test_strangers_who_take_all_places_and_come_back_keep_nobody_out(tmp_path: Path):
+def test_strangers_who_take_all_places_keep_no_engine_out(tmp_path: Path):
     """An engine on the Unix socket, and a client that shows the token at once, get in each time."""
     unix = str(tmp_path / "socket")
     with (
@@ -323,7 +323,7 @@ def test_strangers_who_take_all_places_and_come_back_keep_nobody_out(tmp_path: P
         assert crowd.came > before, "the strangers did come back"
 
 
-def test_whoever_is_served_without_a_token_leaves_places_for_engines(tmp_path: Path):
+def test_clients_without_a_token_leave_places_for_engines(tmp_path: Path):
     unix = str(tmp_path / "socket")
     with served(tmp_path, unix=unix, clients=16) as server, ExitStack() as stack:
         wires = [stack.enter_context(server.connect()) for _ in range(15)]
@@ -334,7 +334,7 @@ def test_whoever_is_served_without_a_token_leaves_places_for_engines(tmp_path: P
         Client(unix).close()
 
 
-def test_a_client_that_never_ends_its_handshake_loses_its_place(locked: Served):
+def test_an_unfinished_handshake_loses_its_place(locked: Served):
     """Also where a certificate is asked for and no token, so nothing else shows that it is a stranger."""
     settings = {**locked._serving, "tls_ca": locked._serving["tls_cert"], "clients": 4, "token_file": ""}
     locked.kill()
@@ -350,7 +350,7 @@ def test_a_client_that_never_ends_its_handshake_loses_its_place(locked: Served):
         process.wait(20)
 
 
-def test_strangers_leave_places_also_where_fewer_files_may_be_open_than_clients():
+def test_strangers_leave_places_where_files_are_scarce():
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
         assert pool.submit(_places_of, 300).result() == 44
 

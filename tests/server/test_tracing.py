@@ -77,7 +77,7 @@ def times(span: ReadableSpan) -> tuple[int, int]:
     return span.start_time, span.end_time
 
 
-def test_what_is_done_for_a_request_is_in_its_trace_and_in_order(traced):
+def test_a_trace_has_the_steps_of_a_request_in_order(traced):
     began = time.time_ns()
     traced.store(keys(4))
     for name in ("b", "c"):  # out of memory
@@ -167,12 +167,13 @@ def test_nothing_is_traced_unless_the_variables_ask_for_it(env):
     assert tracing.start(env) is None
 
 
-def test_an_exporter_that_is_not_there_is_named_and_that_is_all(caplog):
+def test_a_missing_exporter_is_named_and_does_no_harm(caplog):
     assert tracing.start({"OTEL_TRACES_EXPORTER": "smoke"}) is None
     assert "'smoke', which is not installed" in caplog.text
 
 
-def test_without_the_sdk_nothing_of_it_is_loaded_and_a_wish_for_it_is_answered():
+def test_a_wish_for_traces_without_the_sdk_is_answered():
+    """Nothing of the SDK is loaded."""
     code = (
         "import sys, logging; logging.basicConfig(format='%(message)s', stream=sys.stdout)\n"
         "import lmtier.server.serve, lmtier.server.tracing as tracing\n"
@@ -223,7 +224,7 @@ class Collector:
         self._server.server_close()
 
 
-def test_a_server_that_is_told_by_variables_sends_the_spans_of_a_client(tmp_path, monkeypatch):
+def test_variables_make_a_server_send_a_clients_spans(tmp_path, monkeypatch):
     collector = Collector()
     for name, value in {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
@@ -251,7 +252,7 @@ def test_a_server_that_is_told_by_variables_sends_the_spans_of_a_client(tmp_path
         collector.close()
 
 
-def test_a_collector_that_is_not_there_does_not_keep_a_server_from_ending(tmp_path, monkeypatch):
+def test_a_missing_collector_keeps_no_server_from_ending(tmp_path, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     server = Server(
         tmp_path, f"cpu://?capacity={20 * CLIENT_ROOM}", config={"chunk_tokens": 4}, unix=f"{tmp_path}/s"

@@ -113,7 +113,7 @@ def waiting(room: Room, caller: Caller) -> Any:
     return answer
 
 
-def test_commands_with_a_name_of_a_transaction_wait_for_it_and_others_do_not(room):
+def test_only_commands_on_a_transactions_names_wait_for_it(room):
     ours, theirs = Caller(1, "ours"), Caller(2, "theirs")
     assert room.end(room.ask(theirs, "SET", "k", "old")) == "OK"
     transaction = waiting(room, ours)
@@ -129,7 +129,7 @@ def test_commands_with_a_name_of_a_transaction_wait_for_it_and_others_do_not(roo
     assert room.end(writes) == 1
 
 
-def test_of_two_transactions_with_one_name_the_later_sees_what_the_earlier_did(room):
+def test_a_later_transaction_sees_what_an_earlier_one_did(room):
     ours, theirs = Caller(1, "ours"), Caller(2, "theirs")
     assert room.end(room.ask(theirs, "WATCH", "k")) == "OK"
     transaction = waiting(room, ours)
@@ -223,7 +223,7 @@ def test_a_new_time_does_not_bring_back_what_was_deleted(room):
     assert room.end(room.ask(Caller(1, "ours"), "GET", "k")) is None
 
 
-def test_who_finds_that_an_old_value_has_expired_deletes_no_newer_one():
+def test_deleting_an_expired_value_spares_a_newer_one():
     objects: dict[Name, bytes] = {}
     gate = Gate()
     before = Room(objects, gate)
@@ -279,7 +279,7 @@ def test_the_work_for_writes_that_wait_does_not_explode(room):
     first.close()
 
 
-def test_a_write_waits_for_no_transaction_that_came_after_it(room):
+def test_a_write_waits_for_no_later_transaction(room):
     first = waiting(room, Caller(1, "ours"))
     written = room.ask(Caller(2, "theirs"), "SET", "k", "plain")
     assert next(written) is None
@@ -306,7 +306,7 @@ def test_who_may_not_store_gets_no_room_for_a_value(room):
         dispatch.drop_drafts(caller)
 
 
-def test_a_transaction_that_has_not_begun_ends_with_its_client(room):
+def test_a_transaction_that_waits_ends_with_its_client(room):
     first, ours = waiting(room, Caller(1, "first")), Caller(2, "ours")
     room.ask(ours, "MULTI")
     room.ask(ours, "SET", "k", "lost")
@@ -323,7 +323,7 @@ def test_a_transaction_that_has_not_begun_ends_with_its_client(room):
     assert room.end(room.ask(Caller(3, "reader"), "GET", "k")) == b"new"
 
 
-def test_a_transaction_sees_what_a_write_did_that_was_under_way(room):
+def test_a_transaction_sees_the_write_that_was_under_way(room):
     ours, theirs = Caller(1, "ours"), Caller(2, "theirs")
     behind(room, 1)
     room.ask(theirs, "WATCH", "k")
@@ -358,7 +358,7 @@ def test_writes_of_one_name_are_done_in_their_order(room):
     assert room.end(room.ask(Caller(5, "reader"), "GET", "k")) == b"3"
 
 
-def test_a_flush_of_all_in_a_transaction_stops_no_command_without_names(room):
+def test_a_flush_in_a_transaction_stops_no_nameless_command(room):
     room.gate.hold()
     ours = Caller(1, "ours")
     for words in (("MULTI",), ("GET", "below"), ("FLUSHALL",)):
@@ -380,7 +380,7 @@ def test_a_clear_waits_for_a_transaction_that_runs(room):
     assert room.end(clear) == b"{}"
 
 
-def test_a_flush_of_all_waits_for_nothing_that_came_after_it(room):
+def test_a_flush_of_all_waits_for_nothing_later(room):
     """Else clients whose transactions overlap keep it waiting for ever."""
     first = waiting(room, Caller(1, "ours"))
     flush = room.ask(Caller(2, "admin"), "FLUSHALL")
@@ -401,7 +401,7 @@ def test_a_flush_of_all_waits_for_nothing_that_came_after_it(room):
     assert [room.end(room.ask(reader, "GET", name)) for name in ("k", "later", "plain")] == [None, b"v", b"v"]
 
 
-def test_what_was_not_executed_holds_nothing_when_its_client_is_gone(room):
+def test_a_queue_without_an_exec_ends_with_its_client(room):
     ours = Caller(1, "ours")
     room.ask(ours, "WATCH", "k", "below")
     room.ask(ours, "MULTI")
@@ -444,7 +444,8 @@ def test_a_queue_is_bounded_in_bytes_and_in_room(tmp_path: Path):
         wire.expect(None, "GET", "k")
 
 
-def test_answers_of_a_transaction_are_bounded_and_what_it_writes_is_written(tmp_path: Path):
+def test_a_transactions_answers_are_bounded(tmp_path: Path):
+    """What it writes is written all the same."""
     with served(tmp_path) as server, server.connect(60) as wire:
         before = server.rss()
         names = [f"{i:03}" + "n" * 3000 for i in range(100)]
@@ -464,7 +465,7 @@ def test_answers_of_a_transaction_are_bounded_and_what_it_writes_is_written(tmp_
         wire.expect(b"v", "GET", "k")
 
 
-def test_who_has_room_in_a_queue_and_says_nothing_goes_when_others_need_it(tmp_path: Path):
+def test_an_idle_queue_goes_when_others_need_its_room(tmp_path: Path):
     tiers = ("cpu://?capacity=16MiB",)
     with served(tmp_path, *tiers) as server, server.connect() as idle, server.connect() as other:
         idle.expect("OK", "MULTI")

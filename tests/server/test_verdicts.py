@@ -277,13 +277,13 @@ def test_whether_the_memory_is_large_enough(memory, state, line):
     assert said("memory", tiers=(memory,), curve_lookups=49) == ("idle", f"too early: 49 {NEEDED}")
 
 
-def test_a_loss_is_one_for_the_verdict_where_it_is_for_the_alert():
+def test_a_loss_is_the_same_for_the_verdict_and_the_alert():
     alerts = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     (drops,) = (each["expr"] for each in alerts if each["alert"] == "LmtierDrops")
     assert drops.endswith(f" > {LOST}")
 
 
-def test_a_larger_memory_over_a_disk_that_holds_all_gives_no_more_hits():
+def test_more_memory_over_a_complete_disk_adds_no_hits():
     disk = tier("disk", capacity=500 << 30, curve={"0.5": 0.8, "1": 0.88, "2": 0.88})
     line = "enough: cpu × 2 (64 GiB) would give no more hits, but +12 points of hit rate sooner"
     assert said("memory", tiers=(curve(0.2, 0.5, 0.62), disk)) == ("good", line)

@@ -95,7 +95,7 @@ def test_small_pools_that_evict_all_the_time(
         assert stored(again)
 
 
-def test_it_serves_on_without_its_server_and_finds_all_when_that_is_back(
+def test_it_serves_without_its_server_and_finds_all_later(
     tmp_path: Path, models: Path, server: CacheServer
 ) -> None:
     first, second = prompts_of(400, 300)
@@ -141,7 +141,7 @@ def test_spoilt_bytes_are_computed_again(tmp_path: Path, models: Path, server: C
         assert stored(healed) == whole_pages(prompts)
 
 
-def test_pages_are_of_the_files_that_were_loaded_and_not_of_others_beside_them(
+def test_pages_are_named_by_the_files_that_were_loaded(
     tmp_path: Path, models: Path, server: CacheServer
 ) -> None:
     prompts, place, trained = prompts_of(400), tmp_path / "model", models / "qwen2-trained"
@@ -159,7 +159,7 @@ def test_pages_are_of_the_files_that_were_loaded_and_not_of_others_beside_them(
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_weights_that_are_updated_never_meet_kv_of_the_old_ones(
+def test_updated_weights_never_meet_kv_of_the_old_ones(
     tmp_path: Path, models: Path, server: CacheServer, flush: bool
 ) -> None:
     prompts, more = prompts_of(400), prompts_of(300, seed=2)
@@ -198,7 +198,7 @@ def test_salts_share_nothing(tmp_path: Path, models: Path, server: CacheServer) 
             engine.forget()
 
 
-def test_it_can_be_attached_and_detached_while_the_engine_runs(
+def test_it_attaches_and_detaches_while_the_engine_runs(
     tmp_path: Path, models: Path, server: CacheServer
 ) -> None:
     prompts = prompts_of(400)
@@ -287,7 +287,7 @@ def test_two_ranks_store_and_load_each_its_part(tmp_path: Path, models: Path, se
 
 
 @pytest.mark.thorough
-def test_an_engine_that_starts_as_its_users_start_it_has_the_same_names(
+def test_an_engine_started_by_users_has_the_same_names(
     tmp_path: Path, models: Path, server: CacheServer
 ) -> None:
     """Its processes are new interpreters: what lmtier looks for in SGLang's modules must be there in time."""

@@ -16,7 +16,7 @@ def soon() -> float:
     return time.monotonic() + PATIENCE
 
 
-def test_a_call_whose_time_is_over_when_it_begins_gives_its_lane_back():
+def test_a_call_that_begins_too_late_gives_its_lane_back():
     lanes = CallThreads("test", 1)
     for _ in range(3):
         goes_on = threading.Event()
@@ -28,7 +28,8 @@ def test_a_call_whose_time_is_over_when_it_begins_gives_its_lane_back():
     assert lanes.close()
 
 
-def test_a_call_that_hangs_keeps_its_lane_and_its_memory_until_it_returns():
+def test_a_call_that_hangs_keeps_its_lane_until_it_returns():
+    """Its memory stays as well."""
     lanes, goes_on = CallThreads("test", 1), threading.Event()
     with lanes.lend(soon()) as lane:
         lane.take_memory(100)

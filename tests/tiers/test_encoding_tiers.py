@@ -63,7 +63,8 @@ def opened(url: str, codec: str) -> Tier:
 
 
 @pytest.mark.parametrize("codec", SMALLER)
-def test_it_takes_less_and_gives_everything_back_to_readers_of_any_word(url, codec):
+def test_an_encoding_tier_takes_less_and_gives_all_back(url, codec):
+    """Readers with any codec get it."""
     each, mark = kv_sample(1, mark=bytes(range(16))), bytes(range(16))
     with closing(opened(url, codec)) as tier:
         done = store(tier, each)
@@ -112,7 +113,8 @@ def test_a_spoilt_object_is_a_miss_and_goes(codec):
         assert load(tier, each.name, each.room)[0].ok
 
 
-def test_without_its_library_an_object_is_a_miss_with_one_warning_and_stays(caplog):
+def test_without_its_library_an_object_is_missed_and_kept(caplog):
+    """One warning names the library."""
     samples, objects = [kv_sample(i) for i in range(4, 7)], dict[Name, bytes]()
     with closing(MemoryTier(objects)) as tier:
         tier.use_codec("shuffle-zstd")
@@ -153,7 +155,7 @@ def test_a_tier_of_another_kind_says_that_it_has_no_codecs():
             tier.use_codec("shuffle-zstd")
 
 
-def test_a_disk_with_codecs_is_verified_also_without_their_library(tmp_path):
+def test_a_disk_with_codecs_is_verified_without_a_library(tmp_path):
     root = tmp_path / "kv"
     samples = [kv_sample(i) for i in range(6)]
     for codec, each in zip(("raw", *SMALLER), samples, strict=False):
@@ -202,7 +204,8 @@ def cache_over(url: str, codec: str, chunks: int = 8) -> Cache:
 
 
 @pytest.mark.parametrize("form", [ONE, TWO], ids=["one shard", "two shards"])
-def test_what_went_down_encoded_comes_up_whole_also_after_a_restart_and_under_another_word(url, form):
+def test_encoded_chunks_come_back_after_a_restart(url, form):
+    """This holds where the tier has another codec by then."""
     label = url.partition(":")[0]
     with cache_over(url, "shuffle-zstd") as cache:
         fill(cache, keys(6), form)
@@ -265,7 +268,7 @@ def test_without_its_library_a_chunk_is_stored_anew(tmp_path):
             assert found(cache, keys(1)) == ["disk"]
 
 
-def test_without_its_library_a_shared_tier_keeps_it_for_the_others(redis):
+def test_a_shared_tier_keeps_what_one_host_cannot_read(redis):
     url = f"redis://127.0.0.1:{redis.port}?namespace=shared"
     with cache_over(url, "shuffle-zstd") as cache:
         fill(cache, keys(2))
@@ -299,7 +302,7 @@ def test_a_store_that_approximates_has_keys_of_its_own():
     assert Config(tiers=(*tiers[:1], *exact)).approximation == ""
 
 
-def test_what_is_loaded_from_an_approximation_is_used_and_never_meets_what_is_exact(tmp_path):
+def test_an_approximation_is_used_and_never_meets_exact_kv(tmp_path):
     """Marks of the exact blocks are not compared with it; those who did not ask for it do not see it."""
     layers = [torch.randn(64, 2, 16, 128).bfloat16() for _ in range(4)]
     before = [layer[:8].clone() for layer in layers]
@@ -335,7 +338,7 @@ def test_what_is_loaded_from_an_approximation_is_used_and_never_meets_what_is_ex
         assert 0 < error < 0.012
 
 
-def test_a_server_that_comes_back_with_an_approximation_is_none(tmp_path, caplog):
+def test_a_server_that_returns_approximating_is_not_used(tmp_path, caplog):
     """Keys of exact KV do not go where it would be approximated."""
     cpu, disk = "cpu://?capacity=1MiB", f"disk://{tmp_path}/kv?capacity=1MiB"
     path = str(tmp_path / "sock")

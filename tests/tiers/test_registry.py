@@ -52,7 +52,7 @@ def theirs(tmp_path: Path, monkeypatch) -> str:
     return "cpu://?capacity=1MiB"
 
 
-def test_a_tier_of_another_package_is_opened_with_its_options(theirs):
+def test_a_tier_of_another_package_opens_with_its_options(theirs):
     with Cache([theirs, "whole://here?capacity=1MiB&must=be&may=2k&word=any"]) as cache:
         assert [tier.label for tier in cache.lower] == ["whole"]
 
@@ -69,12 +69,12 @@ def test_a_tier_of_another_package_is_opened_with_its_options(theirs):
         ("whole://?must=x&maybe=1", "unknown option 'maybe'; did you mean 'may'"),
     ],
 )
-def test_what_a_tier_of_another_package_lacks_is_one_sentence(theirs, url, said):
+def test_an_unfit_tier_of_another_package_is_one_sentence(theirs, url, said):
     with pytest.raises(ConfigError, match=said):
         Cache([theirs, url])
 
 
-def test_a_cache_takes_settings_or_only_the_urls_of_its_tiers():
+def test_a_cache_takes_settings_or_urls_of_tiers():
     for tiers in (["cpu://?capacity=1MiB"], "cpu://?capacity=1MiB", Config(tiers=["cpu://?capacity=1MiB"])):
         with Cache(tiers) as cache:
             assert cache.slab.capacity == 1 << 20

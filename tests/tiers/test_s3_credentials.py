@@ -80,7 +80,7 @@ def temporary(number: int, seconds: float, token: str = "Token") -> str:
     )
 
 
-def test_the_environment_comes_first_and_a_profile_before_it(home, monkeypatch):
+def test_a_profile_beats_variables_and_those_beat_files(home, monkeypatch):
     (home / "credentials").write_text("[work]\naws_access_key_id = file\naws_secret_access_key = s\n")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
@@ -90,7 +90,7 @@ def test_the_environment_comes_first_and_a_profile_before_it(home, monkeypatch):
     assert keys(Credentials("work", "")).id == "file"
 
 
-def test_files_have_profiles_and_are_read_again_when_keys_are_refused(home, monkeypatch):
+def test_files_have_profiles_and_are_read_again_on_refusal(home, monkeypatch):
     (home / "config").write_text("[default]\nregion = eu-north-1\n[profile work]\nregion = eu-west-3\n")
     (home / "credentials").write_text(
         "[default]\naws_access_key_id = one\naws_secret_access_key = s\n"
@@ -121,13 +121,13 @@ def test_a_command_may_print_them(home):
         keys()
 
 
-def test_settings_that_are_no_text_are_a_failure_that_can_end(home):
+def test_unreadable_settings_are_a_failure_that_can_end(home):
     (home / "config").write_bytes(b"\xff\xfe")
     with pytest.raises(ConnectionError, match="credentials: "):
         profile_of("")
 
 
-def test_a_container_has_a_role_whose_keys_are_renewed_before_they_end(home, service, monkeypatch):
+def test_keys_of_a_containers_role_are_renewed_in_time(home, service, monkeypatch):
     numbers = iter(range(100))
     service.said["GET /role"] = lambda: temporary(next(numbers), 301.0)
     (home / "token").write_text("let me in\n")
@@ -157,7 +157,7 @@ def test_an_instance_has_a_role_and_is_asked_with_a_token(service, monkeypatch):
     assert [asked[1].get("X-aws-ec2-metadata-token") for asked in service.asked[1:3]] == ["a token"] * 2
 
 
-def test_where_there_are_none_nobody_is_asked_twice_in_a_minute(service, monkeypatch):
+def test_missing_credentials_are_asked_for_once_a_minute(service, monkeypatch):
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.url)
     credentials = Credentials("", "")

@@ -79,7 +79,7 @@ def test_it_composes_with_codecs_and_tiers(url, codec, tmp_path):
         assert run(tier, Job(0, Op.PEEK, (Item(each.name),))).ok == {each.name: header}
 
 
-def test_what_others_can_read_in_a_disk_is_no_kv_no_fingerprint_and_no_name_of_a_value(tmp_path):
+def test_a_sealed_disk_shows_no_kv_fingerprint_or_name(tmp_path):
     each, mark = kv_sample(2, mark=b"a mark to search for"), b"a mark to search for"
     url = sealed(f"disk://{tmp_path}/kv?capacity=1GiB", key_file(tmp_path, 1))
     with closing(open_tier(TierSpec.parse(url))) as tier:
@@ -90,7 +90,7 @@ def test_what_others_can_read_in_a_disk_is_no_kv_no_fingerprint_and_no_name_of_a
     assert not any(bytes(each.payload[at : at + 16]) in data for at in range(0, each.header.nbytes, 512))
 
 
-def test_a_tier_without_keys_misses_what_is_sealed_and_leaves_it(url, tmp_path):
+def test_a_tier_without_keys_misses_and_keeps_sealed_kv(url, tmp_path):
     with cache_over(sealed(url, key_file(tmp_path, 1))) as cache:
         fill(cache, keys(2))
     with cache_over(url) as cache:
@@ -101,7 +101,7 @@ def test_a_tier_without_keys_misses_what_is_sealed_and_leaves_it(url, tmp_path):
         assert len(found(cache, keys(2))) == 2
 
 
-def test_an_unknown_key_is_a_miss_with_its_reason_and_the_chunk_can_be_stored_anew(url, tmp_path):
+def test_an_unknown_key_is_a_miss_and_allows_a_new_store(url, tmp_path):
     with cache_over(sealed(url, key_file(tmp_path, 1))) as cache:
         fill(cache, keys(2))
     with cache_over(sealed(url, key_file(tmp_path, 2))) as cache:
@@ -118,7 +118,7 @@ def test_an_unknown_key_is_a_miss_with_its_reason_and_the_chunk_can_be_stored_an
         assert len(found(cache, keys(2))) == 2, "one with each key: nothing was deleted"
 
 
-def test_a_sealed_tier_does_not_serve_what_anyone_could_have_planted(url, tmp_path):
+def test_a_sealed_tier_does_not_serve_planted_objects(url, tmp_path):
     with cache_over(url) as cache:
         fill(cache, keys(2))
     with cache_over(sealed(url, key_file(tmp_path, 1))) as cache:
@@ -153,7 +153,7 @@ def test_a_tier_of_another_kind_says_that_it_cannot_seal():
 # ---- rotation
 
 
-def test_new_objects_get_the_new_key_and_old_ones_are_read_with_the_old_one(url, tmp_path):
+def test_rotation_seals_with_the_new_key_and_reads_the_old(url, tmp_path):
     """Without a restart: the file is read again when it changes."""
     with cache_over(sealed(url, key_file(tmp_path, 1))) as cache:
         fill(cache, keys(1))
@@ -238,7 +238,7 @@ def test_base64_is_a_key_too(tmp_path, monkeypatch):
     assert Keyring("env:KV_KEYS").sealing_secret(b"").id
 
 
-def test_a_command_is_asked_again_when_a_key_is_unknown_but_not_for_each_object(tmp_path, monkeypatch):
+def test_an_unknown_key_asks_the_command_again_but_rarely(tmp_path, monkeypatch):
     script = tmp_path / "kms"
     script.write_text(f"#!/bin/sh\necho run >> {tmp_path}/runs\ncat {tmp_path}/keys\n")
     script.chmod(0o700)
@@ -279,7 +279,7 @@ def test_what_has_its_key_does_not_wait_for_a_command(tmp_path, monkeypatch):
     assert found != [None]
 
 
-def test_a_file_of_keys_is_read_again_when_its_mode_was_the_mistake(tmp_path, caplog):
+def test_a_key_file_is_read_again_once_its_mode_is_right(tmp_path, caplog):
     ring = Keyring(key_file(tmp_path, 1))
     (tmp_path / "keys").write_text(hex_key(2))
     (tmp_path / "keys").chmod(0o666)
@@ -334,7 +334,8 @@ def test_options_that_need_each_other_are_said():
         Config(tiers=("cpu://?capacity=1MiB&seal=aes-256-gcm&key=env:X",))
 
 
-def test_files_that_others_may_change_are_refused_and_those_they_may_read_are_said(tmp_path, caplog):
+def test_key_files_that_others_may_change_are_refused(tmp_path, caplog):
+    """The log names files that others may read."""
     source = key_file(tmp_path, 1)
     (tmp_path / "keys").chmod(0o644)
     Keyring(source)
@@ -348,7 +349,7 @@ def test_files_that_others_may_change_are_refused_and_those_they_may_read_are_sa
         keyring(1, tenants=str(tmp_path / "tenants"))
 
 
-def test_the_place_of_keys_is_masked_where_settings_are_shown(tmp_path):
+def test_shown_settings_mask_the_place_of_keys(tmp_path):
     spec = TierSpec.parse("disk:///x?capacity=1GiB&seal=aes-256-gcm&key=command:get --password hunter2")
     assert "hunter2" not in f"{spec} {spec!r} {without_secrets(spec.url)}"
 
@@ -360,7 +361,7 @@ def of(who: bytes, number: int = 0) -> bytes:
     return b"mod_" + who + bytes(23) + bytes([number])
 
 
-def test_each_tenant_has_its_own_key_the_same_in_every_process_that_shares_the_directory(tmp_path):
+def test_every_tenant_has_its_own_key_in_all_processes(tmp_path):
     one, two = (keyring(1, tenants=str(tmp_path)) for _ in range(2))
     assert one.sealing_secret(of(A)).id == two.sealing_secret(of(A, 9)).id != one.sealing_secret(of(B)).id
     assert two.opening_secret(of(B), one.sealing_secret(of(B)).id) is not None
@@ -378,7 +379,7 @@ def secret_in(ring: Keyring, key: bytes) -> bytes:
     return bytes(ring.sealing_secret(key)._memory[:32])
 
 
-def test_processes_that_need_a_new_tenants_key_at_once_make_one(tmp_path):
+def test_processes_that_need_a_new_key_at_once_make_one(tmp_path):
     rings = [keyring(1, tenants=str(tmp_path)) for _ in range(8)]
     start, ids = threading.Barrier(8), list[bytes]()
 
@@ -395,7 +396,8 @@ def test_processes_that_need_a_new_tenants_key_at_once_make_one(tmp_path):
     assert len(set(ids)) == 1
 
 
-def test_a_forgotten_key_is_overwritten_in_its_file_and_in_memory_and_others_notice(tmp_path):
+def test_a_forgotten_key_is_overwritten_everywhere(tmp_path):
+    """It goes from its file and from memory, and other processes notice."""
     one, two = (keyring(1, tenants=str(tmp_path)) for _ in range(2))
     mine, theirs = one.sealing_secret(of(A)), two.sealing_secret(of(A))
     kept = one.sealing_secret(of(B)).id
@@ -416,7 +418,7 @@ def test_a_forgotten_key_is_overwritten_in_its_file_and_in_memory_and_others_not
     assert one.sealing_secret(of(A)).id != mine.id, "who comes back is a new tenant"
 
 
-def test_a_key_that_was_put_back_is_refused_and_the_next_one_replaces_it(tmp_path):
+def test_a_restored_key_is_refused_and_replaced(tmp_path):
     ring = keyring(1, tenants=str(tmp_path))
     old, path = ring.sealing_secret(of(A)).id, tmp_path / A.hex()
     backup = path.read_bytes()
@@ -486,7 +488,7 @@ def test_an_object_costs_one_look_at_the_store_of_keys(tmp_path, monkeypatch):
     assert [path for path in looked if path.startswith(str(tmp_path))] == [f"{tmp_path}/forgotten"] * 2
 
 
-def test_a_new_key_of_the_tier_gives_each_tenant_a_new_one_and_keeps_the_old_ones(tmp_path):
+def test_a_new_tier_key_renews_tenants_keys_and_keeps_old(tmp_path):
     folder = str(tmp_path / "tenants")
     source = key_file(tmp_path, 1)
     ring = Keyring(source, folder)
@@ -504,7 +506,7 @@ def test_a_new_key_of_the_tier_gives_each_tenant_a_new_one_and_keeps_the_old_one
     assert fresh.opening_secret(of(A), old) is fresh.opening_secret(of(A), new) is None
 
 
-def test_hosts_that_change_their_keys_one_by_one_make_one_key_of_a_tenant_each(tmp_path):
+def test_hosts_that_rotate_in_turn_make_two_tenant_keys(tmp_path):
     one, two = (keyring(*numbers, tenants=str(tmp_path)) for numbers in ((2, 1), (1, 2)))
     made = {(ring, ring.sealing_secret(of(A)).id) for _ in range(10) for ring in (one, two)}
     assert len(made) == 2
@@ -513,7 +515,8 @@ def test_hosts_that_change_their_keys_one_by_one_make_one_key_of_a_tenant_each(t
         assert all(ring.opening_secret(of(A), id_) is not None for _, id_ in made)
 
 
-def test_who_waits_for_another_process_stops_no_reader_and_ends(tmp_path, monkeypatch):
+def test_waiting_for_another_process_stops_no_reader(tmp_path, monkeypatch):
+    """The wait ends."""
     monkeypatch.setattr("lmtier.tiers.keyring._LOCK_SECONDS", 1.0)
     ring = keyring(tenants=str(tmp_path))
     known = ring.sealing_secret(of(A)).id
@@ -570,7 +573,7 @@ def test_another_tenants_file_is_no_key_for_this_one(tmp_path):
     assert again.sealing_secret(of(B)).id != again.sealing_secret(of(A)).id
 
 
-def test_what_was_sealed_before_tenants_had_keys_is_still_read(tmp_path):
+def test_objects_from_before_tenants_had_keys_are_read(tmp_path):
     each, objects = replace_start(sample(1), b"mod_" + A), dict[Name, bytes]()
     for ring in (keyring(1), keyring(1, tenants=str(tmp_path))):
         with closing(MemoryTier(objects)) as tier:
@@ -580,7 +583,7 @@ def test_what_was_sealed_before_tenants_had_keys_is_still_read(tmp_path):
             assert load(tier, each.name, each.room)[0].ok
 
 
-def test_a_retired_key_opens_nothing_any_more_in_a_server_that_knew_it(tmp_path):
+def test_a_retired_key_opens_nothing_in_a_running_server(tmp_path):
     """Neither objects nor the keys of tenants."""
     for tenants in ("", str(tmp_path / "tenants")):
         ring = Keyring(key_file(tmp_path, 1), tenants)

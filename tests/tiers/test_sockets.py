@@ -76,7 +76,7 @@ def test_bytes_that_come_one_by_one_do_not_extend_the_time(ends: Ends) -> None:
         dripping.join()
 
 
-def test_what_is_longer_than_any_buffer_of_the_kernel_arrives_whole(ends: Ends) -> None:
+def test_data_larger_than_kernel_buffers_arrives_in_full(ends: Ends) -> None:
     ours, theirs = ends
     sent = bytes(range(251)) * (1 << 17)
     echoing = threading.Thread(target=lambda: theirs.sendall(theirs.recv(len(sent), socket.MSG_WAITALL)))

@@ -51,7 +51,7 @@ def test_no_command_lists_them_and_a_wrong_one_is_corrected(run):
 
 
 @pytest.mark.parametrize("words", [("config",), ("config", "--json")])
-def test_a_reader_that_has_enough_ends_a_command_without_a_word(words):
+def test_a_reader_that_leaves_ends_a_command_silently(words):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "lmtier", *words]
@@ -314,7 +314,7 @@ def test_bench_says_in_one_line_each_what_is_not_installed(run, tmp_path, monkey
     ]
 
 
-def test_bench_shows_what_it_has_measured_when_it_is_interrupted(run, tmp_path, broken):
+def test_an_interrupted_bench_shows_what_it_has_measured(run, tmp_path, broken):
     broken(KeyboardInterrupt())
     code, out, err = run("bench", "--quick", "--only", "at", "--dir", tmp_path)
     assert code == 130
@@ -324,14 +324,14 @@ def test_bench_shows_what_it_has_measured_when_it_is_interrupted(run, tmp_path, 
     assert run("bench", "--quick", "--only", "index", "--dir", tmp_path, "--json")[:2] == (130, "[]\n")
 
 
-def test_bench_refuses_a_file_that_it_cannot_write_before_it_measures(run, tmp_path):
+def test_bench_refuses_an_unwritable_file_before_measuring(run, tmp_path):
     code, _, err = run("bench", "--quick", "--only", "match 128k", "--save", tmp_path / "none" / "rows.json")
     assert code == 2
     assert "--save" in err
     assert "No such file or directory" in err
 
 
-def test_bench_names_its_machine_and_says_that_quick_means_nothing(run, tmp_path):
+def test_bench_names_its_machine_and_warns_of_quick_runs(run, tmp_path):
     code, out, err = run("bench", "--quick", "--only", "gather", "--dir", tmp_path / "new")
     assert code == 0
     assert out.startswith(f"lmtier {lmtier.__version__} on ")
@@ -374,7 +374,7 @@ def test_below_a_floor_bench_fails_and_says_where(run, monkeypatch):
     assert "below goal: gather, 32 MiB objects 0.100 < 0.95" in out
 
 
-def test_above_every_floor_bench_passes_and_lists_the_goals_left(run, monkeypatch):
+def test_bench_above_every_floor_passes_and_lists_goals(run, monkeypatch):
     row = [bench.judge("match 128k tokens, kept keys", [(0.3, 0.03)])]
     monkeypatch.setattr(bench, "measure", lambda **_: row)
     code, out, _ = run("bench")
@@ -421,7 +421,7 @@ def test_progress_is_silent_without_a_terminal(capsys):
     assert capsys.readouterr() == ("a line\n", "")
 
 
-def test_without_a_terminal_a_long_work_says_a_line_now_and_then(capsys, monkeypatch):
+def test_without_a_terminal_progress_is_a_line_at_times(capsys, monkeypatch):
     monkeypatch.setattr(Progress, "EACH", 0.0)
     with Progress(4) as progress:
         progress.step("a quarter")
@@ -429,7 +429,7 @@ def test_without_a_terminal_a_long_work_says_a_line_now_and_then(capsys, monkeyp
     assert capsys.readouterr() == ("", "lmtier: 25 %  a quarter\nlmtier: 50 %  half\n")
 
 
-def test_progress_draws_a_bar_on_a_terminal_and_leaves_nothing_behind(capsys, monkeypatch):
+def test_progress_draws_a_bar_and_leaves_nothing_behind(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with Progress(2) as progress:
         progress.step("half")
@@ -440,7 +440,7 @@ def test_progress_draws_a_bar_on_a_terminal_and_leaves_nothing_behind(capsys, mo
     assert err.endswith("\r\x1b[K")
 
 
-def test_errors_of_ours_are_one_line_and_others_are_not_hidden(run, monkeypatch):
+def test_our_errors_are_one_line_and_others_stay_visible(run, monkeypatch):
     def fails(**_):
         raise ConfigError("this and that")
 

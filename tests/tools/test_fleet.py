@@ -37,7 +37,7 @@ def test_it_fits_every_screen(columns, rows):
     assert lines[-1].startswith("and ")
 
 
-def test_a_line_says_how_a_server_does_and_the_first_one_how_all_do():
+def test_a_line_describes_one_server_and_the_first_all():
     title, _, _, gone, down, poor, well = lines_of([GONE, DOWN, POOR, WELL], 120, 24)
     assert title.startswith("4 servers, hit rate of the last minutes 63 %, 1 not reached, 1 needs help")
     assert gone.split()[0] == "gpu-4:6380"
@@ -47,7 +47,7 @@ def test_a_line_says_how_a_server_does_and_the_first_one_how_all_do():
     assert well.endswith("works")
 
 
-def test_a_certificate_that_cannot_be_read_hides_no_other_server(tmp_path, capsys):
+def test_an_unreadable_certificate_hides_no_other_server(tmp_path, capsys):
     with served(tmp_path) as server:
         name = "{}:{}".format(*server.address)
         encrypted, missing = f"rediss://localhost:{server.address[1]}", str(tmp_path / "missing")
@@ -57,7 +57,8 @@ def test_a_certificate_that_cannot_be_read_hides_no_other_server(tmp_path, capsy
     assert any(line.startswith(name) and line.endswith("works") for line in said.splitlines())
 
 
-def test_servers_are_asked_together_and_one_that_hangs_or_is_gone_hides_no_other(tmp_path, capsys):
+def test_a_server_that_hangs_hides_no_other(tmp_path, capsys):
+    """Servers are asked together."""
     for name in ("one", "two", "three"):
         (tmp_path / name).mkdir()
     with (

@@ -23,7 +23,8 @@ def loggers() -> Iterator[None]:
     audit.setLevel(logging.NOTSET)
 
 
-def test_a_line_has_its_time_zone_and_json_is_an_object_a_line(capfd):
+def test_a_line_has_its_time_zone(capfd):
+    """In JSON, a line is an object."""
     for form in ("text", "json"):
         lines = write_log("info", form)
         log.info("lmtier: tier %s is warm", "disk")
@@ -37,7 +38,7 @@ def test_a_line_has_its_time_zone_and_json_is_an_object_a_line(capfd):
     assert re.search(r"[+-]\d{4}$", found["time"])
 
 
-def test_the_level_leaves_out_what_is_below_it_but_never_the_audit(capfd):
+def test_the_level_never_leaves_out_the_audit(capfd):
     lines = write_log("warning", "json")
     log.info("lmtier: news")
     audit.info("lmtier: FLUSHALL", extra={"facts": {"who": "an administrator"}})
@@ -46,7 +47,7 @@ def test_the_level_leaves_out_what_is_below_it_but_never_the_audit(capfd):
     assert json.loads(line)["who"] == "an administrator"
 
 
-def test_what_repeats_is_written_a_few_times_and_counted_later(capfd, monkeypatch):
+def test_repeated_lines_are_written_a_few_times_and_counted(capfd, monkeypatch):
     lines = write_log("info", "text")
     for number in range(100):
         log.warning("lmtier: %d was refused", number)

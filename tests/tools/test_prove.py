@@ -266,7 +266,7 @@ def test_an_engine_that_is_right_is_not_accused(how, capsys):
     assert "Not tested: images" in said
 
 
-def test_the_key_of_an_engine_is_the_first_line_of_a_file_however_that_ends(tmp_path, capsys):
+def test_the_key_of_an_engine_is_its_files_first_line(tmp_path, capsys):
     (tmp_path / "key").write_bytes(b"the-key\r\nwhat it is for\r\n")
     engine = ToyEngine()
     engine.key = "the-key"
@@ -282,7 +282,7 @@ def test_a_wrong_cache_is_found(wrong, text, capsys):
     assert "WRONG: " in said
 
 
-def test_the_same_seed_again_accuses_no_engine_that_kept_the_prompts(capsys):
+def test_a_repeated_seed_accuses_no_engine_with_old_prompts(capsys):
     engine = ToyEngine()
     for _ in range(2):
         status, said = prove(engine, capsys)
@@ -292,7 +292,7 @@ def test_the_same_seed_again_accuses_no_engine_that_kept_the_prompts(capsys):
 @pytest.mark.parametrize(
     "engine", [ToyEngine(salts=False), Reuses(salts=False, rounding=0.01)], ids=["exact", "rounds"]
 )
-def test_without_salts_an_engine_that_is_right_is_not_accused(engine, capsys):
+def test_without_salts_a_right_engine_is_not_accused(engine, capsys):
     """What rounds is measured where nothing is reused."""
     status, said = prove(engine, capsys)
     assert status == 0, said
@@ -305,7 +305,7 @@ def test_without_salts_a_stale_cache_is_found(capsys):
     assert status == 1, said
 
 
-def test_without_salts_a_difference_that_may_be_rounding_proves_nothing(capsys):
+def test_without_salts_possible_rounding_proves_nothing(capsys):
     """Everything is reused from below, so what the engine does alone is not known."""
     status, said = prove(ToyEngine(salts=False, rounding=0.01), capsys)
     assert status == 3, said
@@ -319,7 +319,7 @@ def test_an_engine_that_reuses_nothing_proves_nothing(capsys):
     assert "none of them reused any KV" in said
 
 
-def test_an_engine_that_wavers_beyond_measure_proves_nothing(capsys):
+def test_an_engine_that_wavers_too_much_proves_nothing(capsys):
     status, said = prove(Wavers(logprobs=False), capsys)
     assert status == 3, said
     assert "answers one prompt in two ways" in said
@@ -331,7 +331,7 @@ def test_an_engine_that_wavers_beyond_measure_proves_nothing(capsys):
     assert json.loads(said, parse_constant=no_json)["noise"]["limit"] is None
 
 
-def test_an_engine_that_answers_no_long_prompt_has_its_report(tmp_path, capsys):
+def test_an_engine_that_fails_long_prompts_has_a_report(tmp_path, capsys):
     page = tmp_path / "report.html"
     status, said = prove(FailsWhenLong(), capsys, "--html", str(page))
     assert status == 1
@@ -372,7 +372,7 @@ def test_a_restart_that_fails_is_a_finding_of_its_stage(capsys):
     assert finding["what"] == "--restart: `false` ended with status 1"
 
 
-def test_an_engine_that_dies_where_nothing_is_reused_is_wrong():
+def test_an_engine_that_dies_without_reuse_is_wrong():
     engine = FailsOnDemand()
 
     def begins(stage: str) -> None:
@@ -387,7 +387,8 @@ def test_an_engine_that_dies_where_nothing_is_reused_is_wrong():
     assert report.status(proof) == report.WRONG
 
 
-def test_an_interrupted_proof_shows_its_stages_and_proves_nothing(capsys, tmp_path, monkeypatch):
+def test_an_interrupted_proof_proves_nothing(capsys, tmp_path, monkeypatch):
+    """Its report shows the stages that it had."""
     page = tmp_path / "report.html"
     monkeypatch.setattr(Proof, "_convoy", interrupt)
     status, said = prove(ToyEngine(), capsys, "--html", str(page))
@@ -420,7 +421,7 @@ def test_what_does_not_answer_is_one_sentence(capsys):
     assert "write it as a URL" in second
 
 
-def test_a_file_that_cannot_be_used_is_one_sentence_before_anything_is_asked(tmp_path, capsys):
+def test_an_unusable_file_is_named_before_anything_is_asked(tmp_path, capsys):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "empty").touch()
     for option, path, why in (
@@ -473,13 +474,13 @@ def test_a_move_of_what_could_be_chosen_is_the_distance(likeliest, by):
     assert distance(choice(*likeliest), choice(*moved)) == pytest.approx(by)
 
 
-def test_what_comes_behind_the_first_other_token_does_not_count():
+def test_nothing_counts_after_the_first_different_token():
     mine = choice({"a": -0.10, "b": -0.11}, {"c": -0.1})
     theirs = choice({"a": -0.11, "b": -0.10}, {"d": -0.1})
     assert distance(mine, theirs) == pytest.approx(0.01)
 
 
-def test_without_log_probabilities_another_token_or_length_is_infinitely_far():
+def test_without_probabilities_any_change_is_infinitely_far():
     bare = [Position("a", {}), Position("b", {})]
     assert distance(bare, bare) == 0
     assert distance(bare, [Position("a", {}), Position("c", {})]) == math.inf
@@ -494,7 +495,7 @@ def test_the_limit_is_above_what_the_engine_does_alone():
 
 
 @pytest.mark.parametrize("writes_text", [True, False])
-def test_prompts_have_no_beginning_in_common_but_the_wanted_one(writes_text):
+def test_prompts_share_only_the_wanted_beginning(writes_text):
     author = PromptWriter(3, writes_text=writes_text)
     made = author.prompt(800)
     whole = length(made.prompt)
@@ -513,7 +514,7 @@ def parts(prompt: Any) -> list[Any]:
     return prompt.split(" ") if isinstance(prompt, str) else list(prompt)
 
 
-def test_the_asked_fact_is_in_the_prompt_once_before_the_question():
+def test_the_fact_that_is_asked_for_is_in_the_prompt_once():
     made = PromptWriter(5, writes_text=True).prompt(500, asks_for=1)
     assert str(made.prompt).count(made.code) == 1
     assert str(made.prompt).endswith("gate is")

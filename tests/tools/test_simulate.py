@@ -247,7 +247,7 @@ def test_an_engine_that_forgets_loads_again():
     assert kept == [{}, {"engine": 2}, {"cpu": 2}, {"engine": 2}]
 
 
-def test_a_load_leaves_copies_in_gpu_memory_as_a_real_one_does():
+def test_a_load_leaves_gpu_copies_as_a_real_one_does():
     gpu = f"gpu://?capacity={2 * CHUNK_OF_A_MODEL}&policy=lru"
     trace = asked([1, 2, 3], [1, 2, 3], [1, 2, 3], [7], [7], [1, 2])
     assert by_source(trace, gpu) == [
@@ -399,7 +399,8 @@ def test_a_comma_makes_one_configuration_of_each():
     assert report.variants(["cpu://?capacity=1GiB"]) == [["cpu://?capacity=1GiB"]]
 
 
-def test_the_command_prints_a_row_for_each_configuration_and_draws_a_plot(capsys, tmp_path):
+def test_the_command_prints_one_row_for_a_configuration(capsys, tmp_path):
+    """It draws a plot as well."""
     argv = ["simulate", "--synthetic", "rag", "--requests", "50", "-t", "cpu://?capacity=1GiB,4GiB"]
     argv += ["-t", "disk://?capacity=8GiB", "--policy", "lru,auto", "--plot", str(tmp_path / "p.svg")]
     assert main(argv) == 0
@@ -505,7 +506,7 @@ def test_sessions_and_hints_are_read_from_a_trace(tmp_path):
     assert [(each.type, each.payload) for each in first.hints] == [("session_wait", {"for": "tool"})]
 
 
-def test_the_command_says_what_hints_are_worth_and_what_hits_save(tmp_path, capsys):
+def test_the_command_says_what_hints_and_hits_are_worth(tmp_path, capsys):
     lines = [
         {
             "timestamp": 1000 * request.at,
@@ -551,7 +552,7 @@ def test_lifetimes_are_rules_that_tell_variants_apart(capsys):
     assert "every chunk has its full size, whatever codec= says" in said
 
 
-def test_the_next_gib_is_worth_the_step_to_the_next_larger_variant():
+def test_the_next_gib_is_worth_the_step_to_a_larger_variant():
     def outcome(gib: int, ratio: float) -> ReplayResult:
         made = ReplayResult(
             Config(tiers=[f"cpu://?capacity={gib}GiB"]).cache_tiers, 86_400.0, 1.0, tokens=3_600_000
@@ -567,7 +568,7 @@ def test_the_next_gib_is_worth_the_step_to_the_next_larger_variant():
     assert [each and round(each.money, 6) for each in found] == [200.0, 100.0, None]
 
 
-def test_an_interrupted_simulation_shows_the_tiers_that_it_has_replayed(capsys, monkeypatch, tmp_path):
+def test_an_interrupted_simulation_shows_what_it_replayed(capsys, monkeypatch, tmp_path):
     replayed: list[Any] = []
 
     def until_the_second(*args: Any, **options: Any) -> ReplayResult:

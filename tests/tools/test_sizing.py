@@ -240,7 +240,7 @@ def test_every_way_to_say_which_layers_have_kv_is_read(fields, full):
     assert (model.full_layers, model.layers_without_kv) == (full, 32 - full)
 
 
-def test_an_engine_keeps_only_the_windows_of_windowed_layers():
+def test_an_engine_keeps_only_windows_of_windowed_layers():
     model = model_of(MODELS["Gemma-3-27B"][0])
     assert model.engine_bytes(1024) == 1024 * model.bytes_per_token
     assert model.engine_bytes(10_240) == (10 * 10_240 + 52 * 1024) * 8 * KiB
@@ -252,7 +252,7 @@ def test_packed_mla_takes_656_bytes_a_token_and_layer():
     assert model.form(256, 8).sizes == (256 * 61 * 656,)
 
 
-def test_ranks_share_the_heads_and_what_they_hold_alike_is_stored_once():
+def test_ranks_share_heads_and_store_equal_kv_once():
     eight_heads = model_of(MODELS["Llama-3-8B"][0])
     for ranks, shards in ((1, 1), (2, 2), (8, 8), (16, 8)):
         sizes = eight_heads.form(256, ranks).sizes

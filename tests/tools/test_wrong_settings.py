@@ -234,7 +234,8 @@ def test_of_the_files_of_tls_the_wrong_one_is_named(pem: Path):
     need_sentences(run([(argv, {}) for argv in cases]), [words for words in TLS.values() for _ in range(3)])
 
 
-def test_a_token_that_others_may_change_is_refused_and_one_they_may_read_is_said(tmp_path: Path, caplog):
+def test_a_token_that_others_may_change_is_refused(tmp_path: Path, caplog):
+    """The log names a token that others may read."""
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o646)

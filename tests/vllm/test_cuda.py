@@ -70,7 +70,7 @@ def heals(engine: Engine, prompts: list[list[int]], wanted: list[list[int]]) -> 
     return failures[-1]
 
 
-def test_an_adapter_is_read_before_anything_is_loaded_under_it(models, tmp_path, server):
+def test_an_adapter_is_read_before_kv_is_loaded_for_it(models, tmp_path, server):
     """vLLM reads it when a request with it computes. Until then its name is only what its files say."""
     prompts = prompts_of(900)
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, **SMALL}
@@ -93,7 +93,7 @@ def test_an_adapter_is_read_before_anything_is_loaded_under_it(models, tmp_path,
     assert all(each == answers[0] for each in answers)
 
 
-def test_an_adapter_that_each_request_reads_anew_has_the_name_of_its_files(models, tmp_path, server):
+def test_an_adapter_read_anew_has_the_name_of_its_files(models, tmp_path, server):
     """A trainer overwrites them between its requests, which say load_inplace."""
     prompts, place = prompts_of(900), tmp_path / "adapter"
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, **SMALL}
@@ -246,7 +246,7 @@ def test_hooks_that_are_not_called(models, tmp_path, server):
     idle(server.path)
 
 
-def test_micro_batches_save_nothing_before_the_step_is_computed(models, tmp_path, server):
+def test_micro_batches_save_nothing_before_the_step_ends(models, tmp_path, server):
     prompts = prompts_of(*(400 + 17 * n for n in range(4)), prefix=200)
     (fault := tmp_path / "fault").write_text("halves")
     how = simulated(server)
@@ -353,7 +353,7 @@ def test_requests_that_wait_behind_a_failed_load_begin_anew(models, tmp_path, se
 
 
 @pytest.mark.parametrize("loads", ["beside steps", "on a CPU", "in steps"])
-def test_the_second_model_runner_answers_right_after_failed_loads(models, tmp_path, server, loads):
+def test_the_second_runner_is_right_after_failed_loads(models, tmp_path, server, loads):
     """With asynchronous scheduling, as on a GPU. Left to vLLM, it would go on from a wrong position."""
     prompts = prompts_of(400, 430, prefix=100)
     with Engine(tmp_path, models / "qwen2") as plain:
@@ -413,7 +413,7 @@ def test_tokens_whose_experts_are_returned_are_computed(models, tmp_path, server
     idle(server.path)
 
 
-def test_another_connector_gets_no_block_that_is_being_copied(models, tmp_path, server):
+def test_another_connector_gets_no_block_being_copied(models, tmp_path, server):
     """It writes for a request that no step computes yet, and waits for none of our streams."""
     short, long = prompts_of(400, LONG + 300)
     (fault := tmp_path / "fault").write_text("")
@@ -521,7 +521,7 @@ def test_an_engine_on_a_cpu_declines_it(models, tmp_path):
         Engine(tmp_path, models / "qwen2", transfer=how)
 
 
-def test_whole_steps_on_two_ranks_with_a_server_of_their_own(models, tmp_path):
+def test_two_ranks_run_in_step_mode_with_a_private_server(models, tmp_path):
     prompts = prompts_of(*(500 + 90 * n for n in range(4)), prefix=256)
     how = transfer(tiers=["gpu://?capacity=2MiB", "cpu://?capacity=64MiB"], pin="start")
     how["kv_connector_module_path"] = "tests.vllm.simulated"

@@ -118,9 +118,8 @@ def test_embeddings_for_tokens_are_not_cached(models, tmp_path):
         assert engine.generate(zeros)[0].cached == 2 * CHUNK
 
 
-def test_engines_share_a_server_whatever_their_mode_and_each_prefills_only_what_is_new(
-    models, tmp_path, expected, server
-):
+def test_engines_of_all_modes_share_a_server(models, tmp_path, expected, server):
+    """An engine prefills only what is new."""
     with (
         Engine(
             tmp_path, models / "qwen2", transfer=transfer(server=str(server.path), mode="layerwise")
@@ -196,7 +195,7 @@ def test_requests_that_are_aborted_leave_nothing_behind(models, tmp_path, server
         assert engine.metrics()["lmtier:loaded_tokens_total"] > 0
 
 
-def test_an_engine_that_goes_idle_leaves_no_reservation_behind(models, tmp_path, server):
+def test_an_idle_engine_leaves_no_reservation_behind(models, tmp_path, server):
     """Its last request was aborted before the server had answered."""
     how = transfer(server=str(server.path))
     with Engine(tmp_path, models / "qwen2", transfer=how, processes=True) as engine:
@@ -229,7 +228,7 @@ def test_generated_tokens_are_kept_unless_told_not_to(models, tmp_path, server):
                 assert again.cached == found
 
 
-def test_of_a_prompt_with_more_chunks_than_a_request_takes_the_first_are_kept(models, tmp_path, server):
+def test_a_prompt_beyond_a_request_keeps_its_first_chunks(models, tmp_path, server):
     (prompt,) = prompts_of(5 * CHUNK)
     how = transfer(server=str(server.path))
     how["kv_connector_module_path"] = "tests.vllm.few_keys"
@@ -335,7 +334,7 @@ def test_a_reset_of_the_connector_forgets_for_good(models, tmp_path, server):
         assert cached(engine.generate(prompts)) == loadable(prompts)
 
 
-def test_what_was_computed_before_a_reset_is_not_stored_after_it(models, tmp_path, server):
+def test_kv_from_before_a_reset_is_not_stored_after_it(models, tmp_path, server):
     """A request that runs on through a reset holds KV of before."""
     (prompt,) = prompts_of(900)
     with Engine(tmp_path, models / "qwen2", transfer=transfer(server=str(server.path))) as engine:
@@ -463,7 +462,7 @@ def test_the_server_dies_and_comes_back(models, tmp_path, server, expected):
         assert not engine.metrics()["lmtier:load_failures_total"]
 
 
-def test_two_ranks_go_on_with_a_server_that_comes_back_with_other_contents(models, tmp_path, server):
+def test_two_ranks_go_on_with_a_server_of_other_contents(models, tmp_path, server):
     """Offsets of the new server's slab must not be read in the old one's, by no rank."""
     first, second = prompts_of(1300, 900), prompts_of(1100, 700, seed=2)
     how: dict[str, Any] = {"transfer": transfer(server=str(server.path), mode="layerwise"), "processes": True}
@@ -481,7 +480,7 @@ def test_two_ranks_go_on_with_a_server_that_comes_back_with_other_contents(model
             assert not two.metrics()["lmtier:load_failures_total"]
 
 
-def test_what_a_rank_computed_behind_a_load_that_another_failed_is_not_stored(models, tmp_path, server):
+def test_kv_behind_a_failed_load_of_a_rank_is_not_stored(models, tmp_path, server):
     """One KV head on two ranks: both hold all of it, and only the first stores it."""
     (head,) = prompts_of(512)
     (prompt,) = prompts_of(1112, seed=9)
@@ -536,7 +535,7 @@ def test_blocks_whose_load_has_failed_are_used_by_nobody(models, tmp_path, serve
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_who_shares_blocks_whose_load_has_failed_computes_them_too(models, tmp_path, server, resumes):
+def test_requests_that_share_a_failed_load_compute_it_too(models, tmp_path, server, resumes):
     """A step has tokens for the others before the first of them has computed all of these again.
 
     Also requests that lmtier does not follow, because they may be resumed with other tokens.
@@ -563,7 +562,7 @@ def test_who_shares_blocks_whose_load_has_failed_computes_them_too(models, tmp_p
     idle(server.path)
 
 
-def test_requests_that_wait_while_the_server_dies_are_computed(models, tmp_path, server):
+def test_requests_that_wait_as_the_server_dies_are_computed(models, tmp_path, server):
     """They were looked up before. None of them is promised what is gone."""
     prompts = prompts_of(1300, 900, 1000, 800)
     how = transfer(server=str(server.path), policy="fail")
@@ -611,7 +610,7 @@ def corrupt(client: Client) -> None:
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("mode", ["layerwise", "step"])
-def test_corruption_in_memory_is_recomputed_and_never_stored(models, tmp_path, server, mode, drafts):
+def test_corruption_in_memory_is_recomputed_and_not_stored(models, tmp_path, server, mode, drafts):
     """Bits flip in the slab, above all checksums: the fingerprints of the engine's blocks find it.
 
     An engine that drafts takes its tokens before it calls the last hook of a step.
@@ -695,7 +694,7 @@ def test_kinds_of_engines(models, tmp_path, server, options):
     idle(server.path)
 
 
-def test_two_stages_of_a_pipeline_and_one_process_load_what_the_other_saved(models, tmp_path, server):
+def test_a_pipeline_and_one_process_share_what_they_save(models, tmp_path, server):
     prompts = prompts_of(2000, 700, 513, 257, 100, prefix=90)
     # Only where something is compiled, vLLM's CPU workers make room for what an earlier stage hands on.
     how: dict[str, Any] = {
@@ -775,7 +774,7 @@ def test_windows_and_full_attention_in_one_model(models, tmp_path, server, name,
     idle(server.path)
 
 
-def test_a_prompt_of_which_a_step_computes_less_than_its_room_is_stored(models, tmp_path, server):
+def test_a_prompt_that_a_step_computes_in_part_is_stored(models, tmp_path, server):
     """Room for all of it is asked for ahead. Another request takes a part of the step."""
     short, long = prompts_of(20, 4 * CHUNK)
     how = transfer(server=str(server.path))
@@ -789,7 +788,7 @@ def test_a_prompt_of_which_a_step_computes_less_than_its_room_is_stored(models, 
     idle(server.path)
 
 
-def test_what_follows_the_engines_own_prefix_behind_a_window_is_stored(models, tmp_path, server):
+def test_kv_after_the_engines_own_windowed_prefix_is_stored(models, tmp_path, server):
     """It looks nothing up, so it does not know that the prefix is stored. A part of it has left a window."""
     (prompt,) = prompts_of(1500)
     longer = prompt + prompts_of(700, seed=2)[0]
@@ -805,7 +804,7 @@ def test_what_follows_the_engines_own_prefix_behind_a_window_is_stored(models, t
     idle(server.path)
 
 
-def test_a_failed_load_behind_a_window_starts_the_request_anew(models, tmp_path, server):
+def test_a_failed_load_behind_a_window_restarts_the_request(models, tmp_path, server):
     """Computing goes on from block k only if the window before it was loaded; here it was not."""
     prompts = prompts_of(2000, 1700)
     with Engine(tmp_path, models / "gemma3", transfer=transfer(server=str(server.path))) as engine:
@@ -829,7 +828,7 @@ def test_a_chunk_is_no_longer_than_the_smallest_window(models, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_that_cannot_go_on_from_loaded_kv_saves_and_never_loads(models, tmp_path, server, ranks):
+def test_an_engine_that_cannot_use_loaded_kv_only_saves(models, tmp_path, server, ranks):
     """vLLM's reference MLA for CPUs. Its latents are the same on all ranks, and are stored once."""
     prompts = prompts_of(2000, 700, 513, 257, 100)
     options: dict[str, Any] = {"block_size": 16, "tensor_parallel_size": ranks, "processes": ranks > 1}
@@ -903,7 +902,7 @@ def test_a_policy_that_fails_requests_is_warned_of(models, tmp_path, server):
         assert engine.log.read_text().count("kv_load_failure_policy") >= 1
 
 
-def test_an_engine_that_hangs_is_killed_and_its_log_is_shown(tmp_path, monkeypatch):
+def test_an_engine_that_hangs_is_killed_and_its_log_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.vllm.engine.PATIENCE", 1.0)
     engine = Engine(tmp_path, tmp_path / "no model", wait=False)
     engine.process.send_signal(signal.SIGSTOP)

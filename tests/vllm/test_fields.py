@@ -116,7 +116,7 @@ def test_what_changes_kv_changes_keys(key):
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "mamba2"])
-def test_the_precision_of_states_is_in_the_keys_of_models_that_keep_some(key, models, name):
+def test_the_precision_of_states_is_in_the_keys(key, models, name):
     assert key(models / name, mamba_cache_dtype="float32") != key(models / name)
 
 
@@ -132,7 +132,7 @@ def test_a_length_that_is_fitted_to_memory_is_in_no_key(models):
     assert key(-1, fitted=1024) != key(1024, fitted=1024)
 
 
-def test_the_scaling_of_attention_is_in_the_key_wherever_it_is_said(key, models, tmp_path):
+def test_the_scaling_of_attention_is_always_in_the_key(key, models, tmp_path):
     """Llama 4 takes it from the generation config, and not from its own configuration."""
     model = models / "llama4"
     plain, scaled = key(model), key(model, override_generation_config={"attn_temperature_tuning": True})

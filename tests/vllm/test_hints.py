@@ -60,7 +60,7 @@ def test_sessions_and_hints_reach_the_server_in_both_ways(models, tmp_path, serv
         assert pins(remote) == []
 
 
-def test_hints_of_a_request_that_is_not_cached_reach_the_server(models, tmp_path, server: CacheServer):
+def test_hints_of_an_uncached_request_reach_the_server(models, tmp_path, server: CacheServer):
     """Its prompt is given as embeddings, which have no names. The session that it ends has other prompts."""
     (prompt,) = prompts_of(600)
     ends = {"lmtier_session": "one", "lmtier_hints": envelope("m1", ("session_end", {}))}
@@ -77,7 +77,7 @@ def test_hints_of_a_request_that_is_not_cached_reach_the_server(models, tmp_path
         until(lambda: "one" not in listed(remote))
 
 
-def test_a_request_that_names_another_host_is_not_prefilled_again(models, tmp_path):
+def test_a_request_that_names_a_host_is_not_prefilled_again(models, tmp_path):
     (prompt,) = prompts_of(1100)
     cpu, config = "cpu://?capacity=64MiB", {"chunk_tokens": CHUNK, "worth": "always", "verify": "always"}
     for each in ("a", "b"):
@@ -102,14 +102,14 @@ ODD = {"lmtier_hints": {"actions": [object()]}}
 
 
 @pytest.mark.parametrize("said", ["x", ["lmtier_session"], 7, {}, WRONG, ODD])
-def test_what_a_user_says_wrong_about_sessions_stops_no_engine(said):
+def test_wrong_words_about_sessions_stop_no_engine(said):
     request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = said  # versions differ in what they let through
     found = said_by(request)
     assert (found.session, found.parent, found.source, found.hints) == ("", "", "", ())
 
 
-def test_hints_of_a_request_without_a_session_are_about_its_prompt():
+def test_hints_without_a_session_are_about_their_prompt():
     request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = {"lmtier_hints": envelope("m", ("pin", {}))}
     assert said_by(request).session == "r"

@@ -101,7 +101,7 @@ def bytes_of(tensors: dict[str, torch.Tensor], block: int) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
 @pytest.mark.parametrize("dtype", [*LATENT])
-def test_latents_and_the_index_beside_them_come_back_together(dtype, order):
+def test_latents_and_their_index_come_back_together(dtype, order):
     made = Made(dtype, order)
     declared = made.declared()
     layout = declared.layout

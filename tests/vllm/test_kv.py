@@ -60,7 +60,7 @@ def test_cpu_vec_is_what_the_kernel_keeps(dtype, name, width):
                     assert found.item() == given[token, head, element].item()
 
 
-def test_a_model_that_keeps_nothing_is_declined_in_one_sentence():
+def test_a_model_that_keeps_nothing_is_declined():
     config: Any = SimpleNamespace(model_config=SimpleNamespace(model="some model"))
     nothing = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     with pytest.raises(LayoutError, match="some model keeps neither KV nor a state"):
@@ -76,7 +76,7 @@ def test_a_model_that_keeps_nothing_is_declined_in_one_sentence():
         ({}, ""),
     ],
 )
-def test_states_in_parts_of_a_prompt_are_declined_in_one_sentence(parallel, need):
+def test_states_in_parts_of_a_prompt_are_declined(parallel, need):
     one = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(model="some model"),

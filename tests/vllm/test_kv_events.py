@@ -26,7 +26,7 @@ FORM = form_of(LAYOUT, (LAYOUT.whole,))
 TOKENS = list(range(1000, 1000 + 3 * C))
 
 
-def test_vllms_subscriber_reads_stores_removals_and_what_both_are_made_of(tmp_path: Path) -> None:
+def test_vllms_subscriber_reads_stores_and_removals(tmp_path: Path) -> None:
     keys = KeyChain(seed(Identity(model="m", weights="w"), C, lora="sql", salt="s"), C, TOKENS).keys
     hashes = [maybe_convert_block_hash(BlockHash(key)) for key in keys]
     cache = Cache(

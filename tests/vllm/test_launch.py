@@ -61,7 +61,8 @@ def servers_log(launcher: Launcher) -> str:
 
 
 @pytest.mark.parametrize("kind", ["memory", "no folder", "a file"])
-def test_an_error_that_cannot_heal_ends_the_start_at_once_and_is_said_once(tmp_path, lines, kind):
+def test_a_hopeless_error_ends_the_start_at_once(tmp_path, lines, kind):
+    """It is reported once."""
     (tmp_path / "file").write_text("")
     tiers, why = {
         "memory": (["cpu://?capacity=900TiB"], "choose a smaller capacity"),
@@ -79,7 +80,7 @@ def test_an_error_that_cannot_heal_ends_the_start_at_once_and_is_said_once(tmp_p
     assert lines.all == []
 
 
-def test_a_server_starts_beside_what_the_engine_does_until_it_connects(tmp_path, lines):
+def test_a_server_starts_while_the_engine_does_other_work(tmp_path, lines):
     """An engine allocates its blocks meanwhile. What fails is said where the engine connects."""
     engine, hopeless = launcher([CPU]), launcher(["cpu://?capacity=900TiB"])
     engine.begin("a worker")
@@ -92,7 +93,7 @@ def test_a_server_starts_beside_what_the_engine_does_until_it_connects(tmp_path,
         hopeless.begun("a worker")
 
 
-def test_a_server_waits_for_an_engine_that_others_keep_waiting(tmp_path, lines, monkeypatch):
+def test_a_server_waits_for_an_engine_that_others_hold_up(tmp_path, lines, monkeypatch):
     """Data-parallel engines of a host wait for each other. The server ends if there is no engine."""
     monkeypatch.setattr(launch, "_LINGER", 0.5)
     engine = launcher([CPU])
@@ -110,7 +111,7 @@ def test_a_server_waits_for_an_engine_that_others_keep_waiting(tmp_path, lines, 
     until(lambda: not unused.path.exists())
 
 
-def test_a_folder_that_an_earlier_server_holds_is_waited_for(tmp_path, lines):
+def test_a_start_waits_for_a_folder_of_an_earlier_server(tmp_path, lines):
     earlier = DiskTier(tmp_path / "kv")
     one = launcher([CPU, f"disk://{tmp_path}/kv?capacity=64MiB"])
     clients: list[Any] = []
@@ -125,7 +126,7 @@ def test_a_folder_that_an_earlier_server_holds_is_waited_for(tmp_path, lines):
     assert sum("does not start yet" in each for each in lines.all) == 1
 
 
-def test_the_engines_log_says_what_the_server_warned_of_and_which_tiers_it_has(tmp_path, lines):
+def test_the_engines_log_has_the_servers_warnings_and_tiers(tmp_path, lines):
     port = free_port()
     one = launcher(f"{CPU} disk://{tmp_path}/kv?capacity=900TiB", http=f"127.0.0.1:{port}")
     with one.connect("a test") as client:
@@ -155,7 +156,7 @@ def test_tiers_may_be_one_text_as_in_the_environment():
     )
 
 
-def test_a_wrong_setting_of_the_private_server_is_named_with_its_place():
+def test_a_private_servers_wrong_setting_names_its_place():
     with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: load_deadline=.soon. from arguments"):
         Settings.of({"load_deadline": "soon"}, 256, 0)
 
@@ -172,6 +173,6 @@ def test_a_wrong_setting_of_the_private_server_is_named_with_its_place():
         ({"load_deadline": -1}, "load_deadline=-1 from arguments does not fit: it is not a time"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_before_anything_starts(settings, said):
+def test_an_impossible_setting_is_refused_before_any_start(settings, said):
     with pytest.raises(ConfigError, match=f"^kv_connector_extra_config: {said}"):
         Settings.of(settings, 256, 0)

@@ -17,7 +17,7 @@ from tests.vllm.conftest import CacheServer, prompts_of, transfer
 from tests.vllm.engine import Engine
 
 
-def test_a_request_says_how_long_and_a_person_pins_by_tokens(models, tmp_path, server: CacheServer, capsys):
+def test_a_request_sets_its_ttl_and_a_person_pins_by_tokens(models, tmp_path, server: CacheServer, capsys):
     short, long, wrong = prompts_of(600, 600, 600)
     how = transfer(server=str(server.path))
     remote = Console(ServerAddress(unix=str(server.path)))
@@ -41,7 +41,7 @@ def test_a_request_says_how_long_and_a_person_pins_by_tokens(models, tmp_path, s
 
 
 @pytest.mark.parametrize("said", ["x", ["lmtier_ttl"], 7, {}, {"lmtier_ttl": "x"}, {"lmtier_ttl": -1}])
-def test_what_a_user_says_wrong_about_lifetimes_stops_no_engine(said):
+def test_wrong_words_about_lifetimes_stop_no_engine(said):
     request = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = said  # versions differ in what they let through
     assert said_by(request).ttl is None

@@ -92,9 +92,7 @@ def test_images_that_vllm_counts_are_told_apart(models, tmp_path, below, expecte
 
 
 @EVERYWHERE
-def test_an_image_is_named_by_its_content_whatever_the_user_calls_it(
-    models, tmp_path, below, expected, ranks
-):
+def test_an_image_is_named_by_its_content_not_by_its_user(models, tmp_path, below, expected, ranks):
     images, _ = expected
     how = below.transfer()
     with seeing(tmp_path, models / "blip2", how, **ranks) as engine:
@@ -234,7 +232,7 @@ def test_a_name_that_had_two_contents_is_none_from_then_on(configured):
 
 
 @pytest.mark.parametrize("trusts_ids", [False, True])
-def test_what_an_adapter_before_made_of_an_item_is_not_stored(configured, trusts_ids):
+def test_an_item_read_by_an_earlier_adapter_is_not_stored(configured, trusts_ids):
     """vLLM keeps it under the adapter's name, and computes with it when another adapter has this name."""
     towers = configured(enable_lora=True, enable_tower_connector_lora=True)
     request = asked(item(pixels=PIXELS), "adapter:x")

@@ -37,7 +37,7 @@ def test_it_saves_and_loads_beside_another(models, tmp_path, server, ours_is_fir
     idle(server.path)
 
 
-def test_a_prompt_that_another_engine_prefills_is_not_looked_up(models, tmp_path, server):
+def test_a_prompt_prefilled_elsewhere_is_not_looked_up(models, tmp_path, server):
     """vLLM asks all connectors. While one of them waits for a tier, the request waits too."""
     prompts = prompts_of(300, 700)
     ours = transfer(server=str(server.path))
@@ -60,7 +60,7 @@ def test_a_prompt_that_another_engine_prefills_is_not_looked_up(models, tmp_path
 
 
 @pytest.mark.parametrize("ours_is_first", [True, False])
-def test_what_another_has_loaded_is_not_stored_under_our_names(models, tmp_path, server, ours_is_first):
+def test_kv_that_another_connector_loaded_is_not_stored(models, tmp_path, server, ours_is_first):
     """Its load may fail after we have stored it, and its names may say less than ours."""
     prompts = prompts_of(300, 700)
     ours = transfer(server=str(server.path))

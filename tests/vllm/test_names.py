@@ -79,7 +79,7 @@ def answers(engine: Engine, prompts: list[list[int]], wanted: list[list[int]]) -
 
 
 @EVERYWHERE
-def test_weights_that_are_reloaded_have_the_name_of_their_files(models, tmp_path, below, wanted, ranks):
+def test_reloaded_weights_have_the_name_of_their_files(models, tmp_path, below, wanted, ranks):
     place, trained = tmp_path / "model", str(models / "qwen2-trained")
     shutil.copytree(models / "qwen2", place)
     with Engine(tmp_path, place, transfer=below.transfer(model="ours"), **ranks) as engine:
@@ -107,7 +107,7 @@ def test_weights_that_are_reloaded_have_the_name_of_their_files(models, tmp_path
 
 
 @EVERYWHERE
-def test_weights_that_somebody_writes_have_names_of_this_run(models, tmp_path, below, wanted, ranks):
+def test_weights_written_by_others_have_names_of_this_run(models, tmp_path, below, wanted, ranks):
     how: dict[str, Any] = {"transfer": below.transfer(model="ours"), "worker_extension_cls": EXTENSION}
     with Engine(tmp_path, models / "qwen2", **how, **ranks) as engine:
         answers(engine, PROMPTS, wanted["qwen2"])
@@ -131,9 +131,8 @@ def test_weights_that_somebody_writes_have_names_of_this_run(models, tmp_path, b
 
 
 @pytest.mark.parametrize("below", ["own tiers"], indirect=True)
-def test_who_only_slept_keeps_all_names_though_a_reset_comes_beside_the_next_step(
-    models, tmp_path, below, wanted
-):
+def test_an_engine_that_only_slept_keeps_all_names(models, tmp_path, below, wanted):
+    """A reset beside the next step changes nothing."""
     with Engine(tmp_path, models / "qwen2", transfer=below.transfer()) as engine:
         answers(engine, PROMPTS, wanted["qwen2"])
         engine.sleep(1, resets=True)
@@ -144,7 +143,7 @@ def test_who_only_slept_keeps_all_names_though_a_reset_comes_beside_the_next_ste
 
 
 @pytest.mark.parametrize("below", ["own tiers"], indirect=True)
-def test_a_rank_that_sleeps_in_a_step_compares_its_weights_later(models, tmp_path, below, wanted):
+def test_a_rank_asleep_in_a_step_compares_weights_later(models, tmp_path, below, wanted):
     """Somebody asks while the engine sleeps, and hangs up. That makes a step, without tokens."""
     how = below.transfer(check_weights="0s")
     with Engine(tmp_path, models / "qwen2", transfer=how, worker_extension_cls=EXTENSION) as engine:
@@ -156,7 +155,7 @@ def test_a_rank_that_sleeps_in_a_step_compares_its_weights_later(models, tmp_pat
         assert tokens(alone(engine, PROMPTS)) == wanted["written"]  # no reset makes it compare once more
 
 
-def test_what_ranks_tell_of_an_earlier_sleep_undoes_no_reset(models):
+def test_reports_of_an_earlier_sleep_undo_no_reset(models):
     """With two steps under way a report may come after a reset that its step knows nothing of."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -200,9 +199,7 @@ def exchange(one: Path, other: Path) -> None:
     between.rename(other)
 
 
-def test_weights_have_the_name_of_the_files_that_were_loaded_and_not_of_others_beside_them(
-    models, tmp_path, below, wanted
-):
+def test_weights_are_named_by_the_files_that_were_loaded(models, tmp_path, below, wanted):
     """An old .pt, two checkpoints with an index, two files that are exchanged, a consolidated file."""
     place, trained = tmp_path / "model", models / "qwen2-trained" / "model.safetensors"
     shutil.copytree(models / "qwen2", place)
@@ -237,7 +234,7 @@ def test_a_draft_counts_by_the_files_that_were_loaded_too(models, tmp_path, belo
         assert finds(engine, LATER, wanted["later"]) == 0
 
 
-def test_weights_that_are_read_elsewhere_have_no_name_of_the_models_files(models, tmp_path, below, wanted):
+def test_weights_read_elsewhere_lack_the_name_of_the_files(models, tmp_path, below, wanted):
     elsewhere: dict[str, Any] = {
         "load_format": "elsewhere",
         "model_loader_extra_config": {"folder": str(models / "qwen2-trained")},
@@ -251,7 +248,7 @@ def test_weights_that_are_read_elsewhere_have_no_name_of_the_models_files(models
         assert finds(engine, PROMPTS, wanted["qwen2"]) == 0
 
 
-def test_weights_that_are_written_unseen_are_found_by_their_samples(models, tmp_path, below, wanted):
+def test_weights_written_unseen_are_found_by_samples(models, tmp_path, below, wanted):
     """No call of vLLM's, and nobody resets anything: what was stored since the last look is deleted."""
     period = 2.0
     with Engine(
@@ -274,9 +271,7 @@ def test_weights_that_are_written_unseen_are_found_by_their_samples(models, tmp_
         assert finds(engine, PROMPTS, wanted["qwen2"]) == loadable(PROMPTS)
 
 
-def test_what_was_stored_of_unseen_weights_is_deleted_by_a_server_that_was_away(
-    models, tmp_path, below, wanted
-):
+def test_a_returning_server_deletes_kv_of_unseen_weights(models, tmp_path, below, wanted):
     def chunks() -> int:
         with Client(str(below.path)) as client:
             assert client.flush()
@@ -304,9 +299,7 @@ def test_what_was_stored_of_unseen_weights_is_deleted_by_a_server_that_was_away(
 
 
 @pytest.mark.parametrize("below", ["own tiers"], indirect=True)
-def test_weights_that_are_written_unseen_are_found_though_they_are_reloaded_next(
-    models, tmp_path, below, wanted
-):
+def test_unseen_writes_are_found_though_a_reload_follows(models, tmp_path, below, wanted):
     """They have their files' name before and after. What was stored in between has it too, and must go."""
     with Engine(tmp_path, models / "qwen2", transfer=below.transfer(model="ours")) as engine:
         assert finds(engine, PROMPTS, wanted["qwen2"]) == 0
@@ -316,7 +309,7 @@ def test_weights_that_are_written_unseen_are_found_though_they_are_reloaded_next
         answers(engine, LATER, wanted["later"])
 
 
-def test_files_that_change_while_an_engine_loads_them_give_no_name(models, tmp_path, below, wanted):
+def test_files_that_change_during_loading_give_no_name(models, tmp_path, below, wanted):
     """It may have loaded some of them before, and some after."""
     place = tmp_path / "model"
     shutil.copytree(models / "qwen2", place)

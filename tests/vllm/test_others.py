@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"skip_tokenizer_init": False, "tokenizer": str(folder)}
 
 
-def test_structured_output_and_beam_search_go_on_from_loaded_kv(models, tmp_path, server, tokenizer):
+def test_structured_output_and_beams_go_on_from_loaded_kv(models, tmp_path, server, tokenizer):
     def asked() -> tuple[Any, ...]:
         structured = alone(engine, PROMPTS, regex=WORDS)
         engine.forget()
@@ -62,9 +62,7 @@ def test_a_prompt_is_found_whoever_made_its_tokens(models, tmp_path, server, tok
             assert cached(found) == loadable(PROMPTS)
 
 
-def test_two_models_of_equal_shapes_find_nothing_of_each_other_until_one_has_the_others_weights(
-    models, tmp_path, server
-):
+def test_models_of_equal_shapes_share_only_equal_weights(models, tmp_path, server):
     """On one server, under one name. vLLM ignores sleep on a CPU; lmtier does not at level 2."""
 
     def finds(engine: Engine, wanted: list[list[int]]) -> int:

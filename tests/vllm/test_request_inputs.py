@@ -121,7 +121,8 @@ def said(**fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", sorted(UNREADABLE))
-def test_a_salt_that_is_no_text_declines_the_request_and_drops_its_hints(value):
+def test_a_salt_that_is_no_text_declines_the_request(value):
+    """The hints of the request are dropped."""
     odd = eval(value, {"deep": deep})
     found = said(cache_salt=odd, kv_transfer_params={"lmtier_hints": {"actions": []}})
     assert "its cache_salt is not text" in found.why_not

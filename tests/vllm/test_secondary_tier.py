@@ -197,7 +197,7 @@ def objects(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size == AT_REST)
 
 
-def test_chunks_come_back_to_other_places_also_after_a_restart(opened, tmp_path):
+def test_chunks_come_back_to_other_places_after_a_restart(opened, tmp_path):
     url = f"disk://{tmp_path}/kv?capacity=1MiB"
     one = opened(url)
     keys = names(10)
@@ -215,7 +215,7 @@ def test_chunks_come_back_to_other_places_also_after_a_restart(opened, tmp_path)
     assert (two.memory[32:42] == wanted).all()
 
 
-def test_a_chunk_that_was_damaged_is_not_loaded_and_not_offered_again(opened, tmp_path):
+def test_a_damaged_chunk_is_not_loaded_or_offered_again(opened, tmp_path):
     url = f"disk://{tmp_path}/kv?capacity=1MiB"
     one = opened(url)
     keys = names(5)
@@ -276,7 +276,7 @@ def test_chunks_of_redis_are_asked_for_and_shared(opened, redis_server):
     assert (gone.success, gone.successful_keys) == (False, None)
 
 
-def test_a_tier_that_cannot_be_reached_is_a_miss_and_keeps_no_memory_of_vllms(opened, tmp_path):
+def test_an_unreachable_tier_misses_and_keeps_no_memory(opened, tmp_path):
     one = opened(f"unix://{tmp_path}/nobody?namespace=x", load_deadline=0.5)
     for number in range(4):
         keys = names(20, f"{number}")
@@ -337,9 +337,7 @@ def test_chunks_of_another_size_do_not_meet(opened, redis_server):
     assert opened(url, row=2 * ROW).lookup(names(3)) == [False] * 3
 
 
-def test_what_could_not_be_read_is_a_miss_for_this_request_and_stays_for_others(
-    opened, tmp_path, monkeypatch
-):
+def test_an_unreadable_chunk_is_a_miss_for_one_request(opened, tmp_path, monkeypatch):
     """Else it would be loaded and fail again, step after step."""
     from vllm.v1.kv_offload.base import LookupResult
 
@@ -390,7 +388,7 @@ def replaced_in_place() -> Any:
         lambda core: core.add_lora(replaced_in_place()),
     ],
 )
-def test_what_a_call_into_the_ranks_may_have_changed_has_a_new_name(opened, redis_server, change):
+def test_changes_by_a_call_into_the_ranks_get_a_new_name(opened, redis_server, change):
     url = f"unix://{redis_server}?namespace=changed"
     one = opened(url)
     one.store(names(3))
@@ -428,7 +426,7 @@ def test_a_new_adapter_changes_no_name(opened, tmp_path):
     assert one.lookup(names(3)) == [True] * 3
 
 
-def test_adapters_are_names_of_users_so_only_this_run_finds_their_kv(opened, redis_server, monkeypatch):
+def test_kv_of_adapters_is_found_by_this_run_only(opened, redis_server, monkeypatch):
     url = f"unix://{redis_server}?namespace=adapters"
     opened(url, adapters=True).store(names(3))
     opened(url, adapters=True, weights="mine").store(names(3, "b"))
@@ -439,9 +437,7 @@ def test_adapters_are_names_of_users_so_only_this_run_finds_their_kv(opened, red
 
 
 @pytest.mark.parametrize("kind", ["Qwen2VLForConditionalGeneration", "OfAPlugin"])
-def test_items_that_users_may_name_are_found_by_this_run_only_unless_trusted(
-    opened, redis_server, model, monkeypatch, kind
-):
+def test_untrusted_media_ids_are_found_by_this_run_only(opened, redis_server, model, monkeypatch, kind):
     (model / "config.json").write_text(json.dumps({"architectures": [kind]}))
     url = f"unix://{redis_server}?namespace={kind}"
     opened(url).store(names(3))
@@ -496,7 +492,7 @@ def from_below(engine: Engine) -> tuple[float, float]:
     return found.get(f"{name}{{disk}}", 0), found.get(f"{name}{{external_unspecified}}", 0)
 
 
-def test_a_real_engine_answers_the_same_after_a_restart_and_around_damage(models, tmp_path):
+def test_an_engine_is_right_after_a_restart_and_damage(models, tmp_path):
     disk = f"disk://{tmp_path}/kv?capacity=64MiB"
     sound, damaged = prompts_of(1000, 810)
     with start(tmp_path, models / "qwen2", disk) as engine:
@@ -517,7 +513,7 @@ def test_a_real_engine_answers_the_same_after_a_restart_and_around_damage(models
         assert engine.metrics()["lmtier:tier_corrupt_chunks_total"] > 0
 
 
-def test_weights_that_are_reloaded_in_place_have_a_name_of_this_run(models, tmp_path):
+def test_weights_reloaded_in_place_have_a_name_of_this_run(models, tmp_path):
     disk = f"disk://{tmp_path}/kv?capacity=64MiB"
     trained = models / "qwen2-trained"
     prompt, later = prompts_of(1000, 810)
@@ -541,7 +537,7 @@ def test_weights_that_are_reloaded_in_place_have_a_name_of_this_run(models, tmp_
     assert len(stored) == 3 * (1000 // 32) + 810 // 32  # of the last engine, too
 
 
-def test_a_small_disk_keeps_its_capacity_and_redis_has_the_rest(models, tmp_path, redis_server):
+def test_a_small_disk_fills_and_redis_has_the_rest(models, tmp_path, redis_server):
     """With sliding windows: several groups of layers, each with chunks of its own."""
     capacity = 24 << 20
     disk = f"disk://{tmp_path}/kv?capacity={capacity}"

@@ -31,7 +31,7 @@ for number, prompt in enumerate(how["prompts"]):
 """
 
 
-def test_an_engine_that_tells_its_tokens_is_told_where_prompts_part(models, tmp_path, server):
+def test_sent_tokens_explain_where_prompts_part(models, tmp_path, server):
     (prompt,) = prompts_of(600)
     other = [*prompt[:300], prompt[300] + 1, *prompt[301:]]
     how = transfer(server=str(server.path), tell_tokens=True)

@@ -90,9 +90,7 @@ def counts(base: str, name: str, tokens: int) -> None:
     until(lambda: counted(base, name) == tokens)
 
 
-def test_the_command_of_the_documentation_on_two_engines_that_share_its_private_server(
-    models, tmp_path, monkeypatch
-):
+def test_the_documented_command_serves_two_engines(models, tmp_path, monkeypatch):
     home = tmp_path / "run"
     home.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))

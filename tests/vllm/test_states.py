@@ -114,12 +114,14 @@ def is_as_the_engine_rounds(engine: Engine, prompt: list[int], found: Output, wa
     return str(found.tokens[parted]) in alone.first
 
 
-def test_the_engine_alone_says_the_same_twice_so_that_any_difference_is_ours(running):
+def test_the_engine_alone_answers_the_same_twice(running):
+    """So any difference is ours."""
     assert same(running.own, running.wanted)
     assert cached(running.own) > 0
 
 
-def test_from_memory_it_is_answered_as_cold_and_loads_as_much_as_the_engine_keeps(running):
+def test_from_memory_answers_are_those_of_a_cold_engine(running):
+    """It loads as much as the engine keeps."""
     found = running.ask()
     assert same(found, running.wanted)
     assert cached(found) == loadable(PROMPTS)
@@ -162,7 +164,7 @@ def test_flipped_bytes_of_states_are_found_and_never_used(running):
     assert cached(found) == loadable(PROMPTS)
 
 
-def test_bits_that_flip_in_memory_are_found_by_fingerprints_and_computed_instead(running):
+def test_flipped_bits_in_memory_are_found_by_fingerprints(running):
     """Above all checksums, and in every state."""
     running.ask()
     before = running.engine.metrics()["lmtier:load_failures_total"]
@@ -174,7 +176,7 @@ def test_bits_that_flip_in_memory_are_found_by_fingerprints_and_computed_instead
     assert same(running.ask(), running.wanted)
 
 
-def test_what_the_engine_has_itself_is_continued_from_the_cache(running):
+def test_the_cache_continues_the_engines_own_prefix(running):
     longest = max(range(len(PROMPTS)), key=lambda number: len(PROMPTS[number]))
     prompt = PROMPTS[longest]
     running.engine.forget()
@@ -184,7 +186,7 @@ def test_what_the_engine_has_itself_is_continued_from_the_cache(running):
     assert found.cached == loadable([prompt])
 
 
-def test_requests_that_preempt_each_other_are_answered_as_without_it(running):
+def test_requests_that_preempt_others_are_answered_right(running):
     """All need another block for KV, and one for each state, in the same step, and there is none left."""
     prompts = prompts_of(*[2 * BLOCK - 5] * 12, seed=8)
     running.engine.use_connector(False)

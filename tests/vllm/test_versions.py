@@ -194,7 +194,7 @@ def test_the_engine_tells_which_tier_served(first):
     assert found["vllm:prompt_tokens_cached_by_source_total{host}"] > 0
 
 
-def test_two_ranks_in_processes_of_their_own_with_a_private_server(models, tmp_path):
+def test_two_ranks_in_processes_share_a_private_server(models, tmp_path):
     prompts = prompts_of(900, 513, 257)
     how = transfer(tiers=["cpu://?capacity=128MiB"], verify="always")
     with short(tmp_path, models, how, processes=True, tensor_parallel_size=2) as engine:
@@ -248,7 +248,7 @@ def test_layers_that_keep_a_state_and_after_a_restart(models, tmp_path):
     assert cached(again) == whole
 
 
-def test_weights_are_named_by_the_files_that_its_loader_chooses(models, tmp_path):
+def test_weights_are_named_by_the_files_of_their_loader(models, tmp_path):
     """Its own code is asked, so no engine has to start."""
     from vllm.config import LoadConfig
     from vllm.engine.arg_utils import EngineArgs

@@ -61,7 +61,7 @@ def origin(config: ModelConfig) -> Any:
     return origin
 
 
-def test_what_is_loaded_alike_has_one_name_and_what_is_not_has_another(origin, tmp_path):
+def test_equal_loads_have_one_name_and_others_another(origin, tmp_path):
     """A folder with an old .pt, a stale consolidated file, and two checkpoints, one by an index."""
     write(tmp_path / "model.safetensors", 1)
     write(tmp_path / "model.pt", 2)
@@ -91,9 +91,7 @@ def test_the_contents_of_two_files_may_not_be_exchanged(origin, tmp_path):
 
 
 @pytest.mark.parametrize("names", [("a",), ("b",)])
-def test_files_that_are_loaded_in_any_order_have_a_name_if_none_of_their_tensors_is_in_two(
-    origin, tmp_path, names
-):
+def test_files_without_an_order_need_unique_tensors(origin, tmp_path, names):
     write(tmp_path / ONE, 1, "a")
     write(tmp_path / TWO, 2, *names)
     found = origin(tmp_path, model_loader_extra_config={"enable_multithread_load": True})
@@ -118,7 +116,7 @@ def test_weights_from_other_places_are_in_the_name(origin, tmp_path):
     assert "of/a-hub are neither files nor a commit" in origin(model, built=built).why
 
 
-def test_what_the_class_of_a_model_says_of_its_files_is_heard(origin, tmp_path):
+def test_a_models_class_decides_which_files_count(origin, tmp_path):
     write(tmp_path / "parts" / "part.safetensors", 1)
     built = SimpleNamespace(allow_patterns_overrides=["p*s/*.safetensors"])
     before = origin(tmp_path, built=built).digest
@@ -129,7 +127,7 @@ def test_what_the_class_of_a_model_says_of_its_files_is_heard(origin, tmp_path):
     assert origin(tmp_path, built=SimpleNamespace(fall_back_to_pt_during_load=False)) == WeightsOrigin()
 
 
-def test_numbers_beside_weights_that_say_how_to_read_them_are_in_the_name(origin, tmp_path):
+def test_files_that_say_how_to_read_weights_are_in_the_name(origin, tmp_path):
     write(tmp_path / "model.safetensors", 1)
     found = [origin(tmp_path).digest]
     for bits in (4, 8):
@@ -138,7 +136,7 @@ def test_numbers_beside_weights_that_say_how_to_read_them_are_in_the_name(origin
     assert len(set(found)) == 3
 
 
-def test_a_commit_of_a_hub_is_named_with_the_files_of_it_that_were_loaded(origin, tmp_path):
+def test_a_hubs_commit_is_named_with_its_loaded_files(origin, tmp_path):
     commit, other = "a" * 40, "b" * 40
     for each in (commit, other):
         folder = tmp_path / "models--of--a-hub" / "snapshots" / each
@@ -181,7 +179,7 @@ def test_the_shards_of_all_ranks_are_in_the_name(origin, tmp_path):
     assert origin(tmp_path, "sharded_state").digest not in (before, "")
 
 
-def test_files_that_came_or_went_since_loading_began_give_no_name(config, tmp_path):
+def test_files_that_change_after_loading_began_give_no_name(config, tmp_path):
     """The folder tells of a file that is gone."""
     write(tmp_path / "model.safetensors", 1)
     stale = tmp_path / "consolidated.safetensors"

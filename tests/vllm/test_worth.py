@@ -17,7 +17,7 @@ CRAWL = 100e3  # bytes a second: a prompt takes forty
 
 
 @pytest.mark.parametrize("where", ["lmtier_integrations.vllm", "tests.vllm.simulated"], ids=["cpu", "gpu"])
-def test_a_tier_that_crawls_makes_it_compute_and_when_that_recovers_it_loads_again(models, tmp_path, where):
+def test_a_crawling_tier_makes_it_compute_until_it_recovers(models, tmp_path, where):
     prompts = prompts_of(*[1100] * 8)
     with running(tmp_path / "redis") as redis, Proxy(redis.address) as link:
         tiers = ("cpu://?capacity=8MiB&policy=lru", f"redis://127.0.0.1:{link.port}?deadline=60s")

@@ -83,7 +83,7 @@ def test_without_its_server_a_match_keeps_what_is_complete(fields, limit, kept):
     assert (found.cut_reason, found.found) == ("tier_down", 4)
 
 
-def test_without_its_server_a_match_that_waits_for_a_state_keeps_nothing():
+def test_without_its_server_a_wait_for_a_state_gets_nothing():
     found = read_match(match(ends=True), reply(4, b"found", end=END_BELOW))
     found.lose_server(9)
     assert (found.is_ready, found.chunks, found.grant.chunks, found.grant.state) == (True, 0, (), None)

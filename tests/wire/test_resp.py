@@ -225,7 +225,7 @@ def test_a_payload_is_framed_without_being_touched():
     assert bulk_header(1000) + payload + CRLF == encode(payload, resp3=False)
 
 
-def test_a_limit_is_for_one_reply_and_is_met_before_its_bytes_are():
+def test_a_limit_holds_for_one_reply_before_its_bytes():
     parser = ReplyReader(limit=100)
     assert replies(parser, encode(b"x" * 80, True) * 3) == [b"x" * 80] * 3
     with pytest.raises(ProtocolError, match="too big reply"):
@@ -274,7 +274,7 @@ def typed(value):
 
 @settings(deadline=None)
 @given(st.lists(values, max_size=4), sizes)
-def test_a_client_understands_what_a_server_says_however_it_is_cut(said, sizes):
+def test_a_client_understands_a_server_however_it_is_cut(said, sizes):
     data = b"".join(encode(value, resp3=True) for value in said)
     parser = ReplyReader()
     heard = [value for piece in cuts(data, sizes) for value in replies(parser, piece)]
@@ -282,7 +282,7 @@ def test_a_client_understands_what_a_server_says_however_it_is_cut(said, sizes):
     assert typed(replies(ReplyReader(), memoryview(data))) == typed(said)
 
 
-def test_long_replies_in_small_pieces_take_time_in_proportion():
+def test_long_replies_in_pieces_take_proportional_time():
     array = encode([b"item %d" % each for each in range(200_000)], resp3=True)
     bulk = encode(bytes(32 << 20), resp3=True)
     began = time.process_time()
@@ -334,7 +334,7 @@ arguments = st.lists(st.binary(max_size=60) | st.integers(1000, 3000).map(bytes)
 
 @settings(deadline=None)
 @given(st.lists(arguments, max_size=4), sizes, st.integers(0, 100))
-def test_a_server_understands_what_a_client_says_however_it_is_cut(said, sizes, shortest):
+def test_a_server_understands_a_client_however_it_is_cut(said, sizes, shortest):
     """Arguments of `shortest` bytes or more are payloads."""
     places = []
 
@@ -353,7 +353,7 @@ def test_a_server_understands_what_a_client_says_however_it_is_cut(said, sizes, 
     assert places == [each for each in payloads if len(each[2]) >= shortest]
 
 
-def test_a_payload_is_received_in_its_own_memory_and_nothing_after_it_is():
+def test_a_payload_goes_to_its_own_memory_and_nothing_else():
     slab = memoryview(bytearray(b"." * 100_000))
     asked = []
 
@@ -388,7 +388,7 @@ def test_a_payload_is_received_in_its_own_memory_and_nothing_after_it_is():
     assert len(asked) == 2, "asked once for each"
 
 
-def test_a_payload_that_came_whole_is_copied_and_the_rest_is_parsed():
+def test_a_complete_payload_is_copied_and_the_rest_parsed():
     slab = memoryview(bytearray(3000))
     room = iter((slab[:0], slab[:2000], slab[2000:]))
     data = encode_command("SET", b"", b"x" * 2000) + encode_command("GET", b"y" * 1000) + b"PING\r\n"
@@ -486,7 +486,7 @@ def test_what_is_announced_costs_nothing_before_it_comes():
     assert peak(encode_command(bytes(500_000))[:250_000]) < 600_000
 
 
-def test_a_kept_argument_in_small_pieces_takes_time_in_proportion():
+def test_a_kept_argument_in_pieces_takes_proportional_time():
     data = encode_command("SET", "k", bytes(1 << 20))
     began = time.process_time()
     parser = CommandReader(kept)
@@ -722,7 +722,7 @@ def clients(rng):
 
 
 @pytest.mark.parametrize(("frames", "parsers"), [(COMMANDS, servers), (REPLIES, clients)])
-def test_whatever_arrives_is_understood_or_refused_and_cuts_make_no_difference(frames, parsers):
+def test_cuts_change_nothing_about_what_is_understood(frames, parsers):
     rng = random.Random(2026)
     refused = 0
     for _ in range(50_000):
@@ -750,7 +750,7 @@ def test_whatever_arrives_memory_stays_flat(frames, parsers):
 # ---- what a client with memory of its own needs
 
 
-def test_a_command_in_pieces_is_the_command_and_copies_nothing():
+def test_a_command_in_pieces_copies_nothing():
     payload = memoryview(bytearray(b"payload" * 10_000))
     found = encode_command_parts("SET", b"key", (b"head", payload), "PX", 5, bytearray(b"x"))
     assert b"".join(found) == encode_command("SET", b"key", b"head" + payload, "PX", "5", b"x")
@@ -759,7 +759,7 @@ def test_a_command_in_pieces_is_the_command_and_copies_nothing():
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_replies_that_are_expected_together_are_those_that_come_one_by_one(data):
+def test_expected_replies_equal_single_replies(data):
     values = data.draw(st.lists(st.sampled_from([b"", b"x" * 40, b"y" * 5000, 7, None, [1, [b"a"]], []])))
     values.append(b"last")
     wire = b"".join(encode(value, resp3=False) for value in values) + b":1\r\n"
@@ -775,7 +775,7 @@ def test_replies_that_are_expected_together_are_those_that_come_one_by_one(data)
 
 
 @pytest.mark.parametrize("here", [0, 1, 4, 5, 9, 15, 17])
-def test_the_bytes_of_a_string_go_where_their_owner_wants_them(here):
+def test_the_bytes_of_a_string_go_where_their_owner_wants(here):
     wire = b"$10\r\n0123456789\r\n"
     parser = ReplyReader()
     assert parser.string() is INCOMPLETE
