@@ -191,7 +191,7 @@ class Host:
 
     def _knows_its_disk(self) -> bool:
         with Wire(self.unix) as wire:
-            return bool(speak(wire.socket, "/api/stats")[1]["ready"])
+            return not speak(wire.socket, "/api/stats")[1]["why_not_ready"]
 
     def begin(self, path: str, death: str, code: str = "") -> Process:
         return Process(_SERVER, self.log, json.dumps([*self._settings, path, death]), code=code)
