@@ -152,7 +152,7 @@ class AgentSessions:
         if agent.state == ENDED or agent not in self.book:
             return
         agent.state = WAITING
-        self._waiting[agent] = self._clock()
+        self._waiting.setdefault(agent, self._clock())  # a repeated hint does not begin a new wait
         if not agent.children:
             self._let_wait(agent)
 

@@ -3,12 +3,13 @@
 Chunks of a session that has ended are not asked for again, so they leave first, in the order in which their
 sessions ended. Those of a session that waits for a person are asked for late. How late is learned from all
 that came back: they leave before the policy's oldest entry if their return is expected much later than that
-entry was used. A wait that says nothing about the future changes nothing. docs/POLICIES.md has the figures.
+entry was used, in time as the policy counts it. A wait that says nothing about the future changes nothing.
+docs/POLICIES.md has the figures.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from math import log2
@@ -37,8 +38,11 @@ class ReturnTimes:
         self._counts: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
         self._total = 0.0
+        self._later: dict[int, tuple[float, float]] = {}
+        """The sums of all half octaves after one, until the next return."""
 
     def add(self, seconds: float) -> None:
+        self._later.clear()
         number = _half_octave(seconds)
         self._counts[number] = self._counts.get(number, 0.0) + 1
         self._seconds[number] = self._seconds.get(number, 0.0) + seconds
@@ -57,10 +61,14 @@ class ReturnTimes:
         begin = 2.0 ** (number / 2) if number else 0.0
         count = self._counts.get(number, 0.0) * min(1.0, (end - waited) / (end - begin))
         seconds = count * (waited + end) / 2
-        for other, returns in self._counts.items():
-            if other > number:
-                count += returns
-                seconds += self._seconds[other]
+        if number not in self._later:
+            later = [each for each in self._counts if each > number]
+            self._later[number] = (
+                sum(map(self._counts.__getitem__, later)),
+                sum(map(self._seconds.__getitem__, later)),
+            )
+        count += self._later[number][0]
+        seconds += self._later[number][1]
         if count < self.RARE * self._total:
             return waited  # who has been silent for long stays so for as long again
         return float(seconds / count - waited)
@@ -71,21 +79,19 @@ def _half_octave(seconds: float) -> int:
 
 
 class _Wait(Generic[E]):
-    """The entries of a session that waits, tail first, and since when it does."""
+    """The entries of a session that still wait, tail first, and since when it does."""
 
-    __slots__ = ("entries", "left", "since")
+    __slots__ = ("entries", "since")
 
-    def __init__(self, entries: list[E], since: float) -> None:
-        self.entries, self.since = entries, since
-        self.left = len(entries)
-        """The number of those that still wait."""
+    def __init__(self, run: Iterable[E], since: float) -> None:
+        self.entries, self.since = OrderedDict.fromkeys(run), since
 
 
 class SessionAwarePolicy(Policy[E]):
     """A policy, with what is known of sessions before it. An entry that leaves out of turn is in both."""
 
     LEAST = 32
-    """So many waits that are over may stay in the ranking."""
+    """So many waits that are over may stay in the ranking; or as many as are not."""
 
     def __init__(self, policy: Policy[E], returns: ReturnTimes | None = None) -> None:
         """`returns`: of the sessions that wait. Without it none does, and entries keep their times."""
@@ -93,10 +99,12 @@ class SessionAwarePolicy(Policy[E]):
         self._returns = returns
         self._over: OrderedDict[E, None] = OrderedDict()
         self._waits: dict[E, _Wait[E]] = {}
-        self._ranking: list[tuple[float, _Wait[E]]] = []
+        self._ranking = deque[tuple[float, _Wait[E]]]()
         """The waits with their expected rest, the longest rest first, as it was a moment ago. New ones are
         last, with a rest of 0."""
         self._ranked_at = float("-inf")
+        self._most = self.LEAST
+        """The length of the ranking from which on those are looked for that are over."""
 
     def another(self) -> Self:
         return type(self)(self._policy.another(), self._returns)
@@ -115,19 +123,20 @@ class SessionAwarePolicy(Policy[E]):
 
     def wait(self, run: Iterable[E], since: float) -> None:
         """These are asked for when a person comes back, tail first."""
-        wait = _Wait(list(run), since)
+        wait = _Wait(run, since)
         self._forget(wait.entries)
         self._waits.update(dict.fromkeys(wait.entries, wait))
         self._ranking.append((0.0, wait))
-        if len(self._ranking) > 2 * (len(self._waits) + self.LEAST):  # nothing was evicted for long
-            self._ranking = [each for each in self._ranking if each[1].left]
+        if len(self._ranking) > self._most:  # nothing was evicted for long
+            self._ranking = deque(each for each in self._ranking if each[1].entries)
+            self._most = 2 * len(self._ranking) + self.LEAST
 
     def _forget(self, entries: Iterable[E]) -> None:
         over, waits = self._over, self._waits
         for entry in entries:
             over.pop(entry, None)
             if (wait := waits.pop(entry, None)) is not None:
-                wait.left -= 1
+                del wait.entries[entry]
 
     def insert(self, *entries: E) -> None:
         if self._returns is not None:
@@ -166,12 +175,15 @@ class SessionAwarePolicy(Policy[E]):
         yield from self._over
         with closing(self._policy.order()) as usual:
             if self._waits:
-                oldest, now = next(usual, None), self._now()
+                oldest, now, speed = next(usual, None), self._now(), self._policy.speed
                 for rest, wait in self._ranked():
-                    while oldest is not None and _LATER * (now - oldest.last_used_ns) >= 1e9 * rest:
+                    if not wait.entries:
+                        continue
+                    late = 1e9 / _LATER * rest * speed(next(reversed(wait.entries)))
+                    while oldest is not None and speed(oldest) * (now - oldest.last_used_ns) >= late:
                         yield oldest
                         oldest = next(usual, None)
-                    yield from (entry for entry in wait.entries if self._waits.get(entry) is wait)
+                    yield from wait.entries
                 yield from () if oldest is None else (oldest,)
             yield from usual
 
@@ -179,14 +191,16 @@ class SessionAwarePolicy(Policy[E]):
         assert self._returns is not None
         return int(1e9 * self._returns.clock())
 
-    def _ranked(self) -> list[tuple[float, _Wait[E]]]:
+    def _ranked(self) -> Iterable[tuple[float, _Wait[E]]]:
         assert self._returns is not None
         now = self._returns.clock()
         if now - self._ranked_at >= _RANKED_FOR:
-            waits = [wait for _, wait in self._ranking if wait.left]
+            waits = [wait for _, wait in self._ranking if wait.entries]
             rests = [(self._returns.expected(now - wait.since), wait) for wait in waits]
-            self._ranking = sorted(rests, key=lambda each: -each[0])
+            self._ranking = deque(sorted(rests, key=lambda each: -each[0]))
             self._ranked_at = now
+        while self._ranking and not self._ranking[0][1].entries:
+            self._ranking.popleft()
         return self._ranking
 
     def __len__(self) -> int:

@@ -140,6 +140,17 @@ def test_how_long_a_wait_takes_is_learned_from_returns(cache, time):
     assert cache.sessions.returns.expected(0) == pytest.approx(50)
 
 
+def test_a_hint_that_is_repeated_does_not_begin_the_wait_again(cache, time):
+    for _ in range(ReturnTimes.ENOUGH):
+        ask(cache, named(2, "one"), "one")
+        wait(cache, "one")
+        time.pass_by(45)
+        wait(cache, "one")  # an agent says it, and then its router
+        time.pass_by(5)
+    ask(cache, named(2, "one"), "one")
+    assert cache.sessions.returns.expected(0) == pytest.approx(50)
+
+
 def test_a_request_of_a_session_that_ended_begins_a_new_one(cache):
     ask(cache, named(4, "one"), "one")
     end(cache, "one")

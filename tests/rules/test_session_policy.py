@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmtier.rules.policy import POLICIES, make_policy
+from lmtier.rules.policy import POLICIES, Aging, make_policy
 from lmtier.rules.session_policy import ReturnTimes, SessionAwarePolicy
 
 
@@ -145,6 +145,42 @@ def test_waits_that_are_over_take_no_room(policy, clock):
     for _ in range(1000):
         policy.wait([item], clock.now)
         policy.touch([item])
+    assert len(policy._ranking) <= 2 * (policy.LEAST + 1)
+
+
+def test_what_waits_for_a_person_outlives_what_the_policy_thinks_is_never_used_again(clock, returns):
+    """Otherwise a flood of new prompts evicts agents that would come back a minute later."""
+    policy = SessionAwarePolicy(Aging(), returns)
+    items = [Item(n) for n in range(3)]
+    policy.insert(items[0])
+    policy.touch([items[0]])
+    policy.wait([items[0]], clock.now)
+    come_back_after(returns, 60)
+    policy.insert(*items[1:])
+    clock.now += 1
+    assert numbers(policy, items)[0] == 1
+
+
+def test_entries_that_left_cost_nothing_in_the_order(policy, clock, returns):
+    """Thousands may leave before the waits are ranked again."""
+    come_back_after(returns, 60)
+    items = [Item(n) for n in range(40)]
+    policy.insert(*items)
+    for first in range(0, 40, 10):
+        policy.wait(items[first : first + 10], clock.now)
+    clock.now += 1
+    for item in items[:25]:
+        policy.order()
+        policy.remove([item], evicted=True)
+    assert next(policy.order()) is not None
+    assert sum(len(wait.entries) for _, wait in policy._ranking) == 15
+
+
+def test_waits_that_were_replaced_take_no_room_beside_long_sessions(policy, clock):
+    items = [Item(n) for n in range(1000)]
+    policy.insert(*items)
+    for _ in range(200):
+        policy.wait(items, clock.now)
     assert len(policy._ranking) <= 2 * (policy.LEAST + 1)
 
 
