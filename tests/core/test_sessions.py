@@ -140,7 +140,7 @@ def test_how_long_a_wait_takes_is_learned_from_returns(cache, time):
     assert cache.sessions.returns.expected(0) == pytest.approx(50)
 
 
-def test_a_hint_that_is_repeated_does_not_begin_the_wait_again(cache, time):
+def test_a_repeated_hint_does_not_begin_a_wait_again(cache, time):
     for _ in range(ReturnTimes.ENOUGH):
         ask(cache, named(2, "one"), "one")
         wait(cache, "one")

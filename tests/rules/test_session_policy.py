@@ -148,9 +148,9 @@ def test_waits_that_are_over_take_no_room(policy, clock):
     assert len(policy._ranking) <= 2 * (policy.LEAST + 1)
 
 
-def test_what_waits_for_a_person_outlives_what_the_policy_thinks_is_never_used_again(clock, returns):
+def test_a_wait_outlives_what_is_never_used_again(clock, returns):
     """Otherwise a flood of new prompts evicts agents that would come back a minute later."""
-    policy = SessionAwarePolicy(Aging(), returns)
+    policy: SessionAwarePolicy[Item] = SessionAwarePolicy(Aging(), returns)
     items = [Item(n) for n in range(3)]
     policy.insert(items[0])
     policy.touch([items[0]])
@@ -176,7 +176,7 @@ def test_entries_that_left_cost_nothing_in_the_order(policy, clock, returns):
     assert sum(len(wait.entries) for _, wait in policy._ranking) == 15
 
 
-def test_waits_that_were_replaced_take_no_room_beside_long_sessions(policy, clock):
+def test_replaced_waits_take_no_room_beside_long_ones(policy, clock):
     items = [Item(n) for n in range(1000)]
     policy.insert(*items)
     for _ in range(200):
