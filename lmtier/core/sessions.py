@@ -104,9 +104,11 @@ class AgentSessions:
             self._extend(agent, keys)
 
     def _extend(self, agent: Agent, keys: Sequence[bytes]) -> None:
-        for dropped in self.book.extend(agent, keys):
+        for dropped, parent in self.book.extend(agent, keys):
             self._waiting.pop(dropped, None)
             self._forgotten.inc()
+            if parent is not None and parent in self.book:
+                self._settle(parent)
 
     def get(self, tenant: bytes, name: str) -> Agent | None:
         return self.book.get(tenant, name)
@@ -134,18 +136,7 @@ class AgentSessions:
             return
         self._waiting.pop(agent, None)
         agent.state = ENDED
-        while agent.state == ENDED and not agent.children:
-            own = self.own(agent)
-            for index in self._places.values():
-                index.evict_first(self._run(index, own))
-            ancestor = agent.parent
-            self.book.drop(agent)
-            self._ended.inc()
-            if ancestor is None:
-                return
-            agent = ancestor  # whose end may have waited for this one
-            if agent.state == WAITING and not agent.children:
-                self._let_wait(agent)
+        self._settle(agent)
 
     def wait_for_person(self, agent: Agent) -> None:
         """It waits for a person, so it asks again, but late."""
@@ -153,11 +144,22 @@ class AgentSessions:
             return
         agent.state = WAITING
         self._waiting.setdefault(agent, self._clock())  # a repeated hint does not begin a new wait
-        if not agent.children:
-            self._let_wait(agent)
+        self._settle(agent)
 
-    def _let_wait(self, agent: Agent) -> None:
-        self._slab.wait(self._run(self._slab, self.own(agent)), self._waiting[agent])
+    def _settle(self, agent: Agent | None) -> None:
+        """An end or a wait takes effect once all children are over. An end may be that of the last child."""
+        while agent is not None and not agent.children:
+            own = self.own(agent)
+            if agent.state == WAITING:
+                self._slab.wait(self._run(self._slab, own), self._waiting[agent])
+            if agent.state != ENDED:
+                return
+            for index in self._places.values():
+                index.evict_first(self._run(index, own))
+            parent = agent.parent
+            self.book.drop(agent)
+            self._ended.inc()
+            agent = parent
 
     def wait_for_tool(self, agent: Agent) -> None:
         """It waits for a tool, so it asks again soon."""

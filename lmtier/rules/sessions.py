@@ -140,10 +140,11 @@ class SessionTable:
                 return agent
         return None
 
-    def extend(self, agent: Agent, keys: Sequence[bytes]) -> list[Agent]:
-        """Its last prompt is `keys` now. Returns the sessions that had to be forgotten for it."""
+    def extend(self, agent: Agent, keys: Sequence[bytes]) -> list[tuple[Agent, Agent | None]]:
+        """Its last prompt is `keys` now. Returns the sessions that had to be forgotten for it, each with its
+        parent."""
         self._set_chain(agent, tuple(keys))
-        dropped: list[Agent] = []
+        dropped: list[tuple[Agent, Agent | None]] = []
         while len(self) > 1 and (
             self.keys > self._max_keys
             or len(self._named) > self._max_sessions
@@ -154,8 +155,8 @@ class SessionTable:
             if len(self._named) <= self._max_sessions and self._nameless:
                 tables = (self._nameless, self._named)
             oldest = next(each for table in tables for each in table.values() if each is not agent)
+            dropped.append((oldest, oldest.parent))
             self.drop(oldest)
-            dropped.append(oldest)
         return dropped
 
     def _set_chain(self, agent: Agent, chain: tuple[bytes, ...]) -> None:

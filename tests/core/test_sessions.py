@@ -179,6 +179,21 @@ def test_a_branch_is_kept_while_children_live(make):
     assert there(cache, parent) == 0
 
 
+def test_a_child_that_is_forgotten_is_over(make):
+    """Else its parent's end would never take effect."""
+    cache = make(f"cpu://?capacity={12 * ROOM}&policy=lru")
+    cache.sessions.book._max_sessions = 2
+    ask(cache, named(4, "parent"), "parent")
+    ask(cache, named(4, "child"), "child", "parent")
+    end(cache, "parent")
+    assert cache.sessions.get(NO_TENANT, "parent") is not None
+    ask(cache, named(4, "other"), "other")
+    assert cache.sessions.get(NO_TENANT, "child") is None
+    assert cache.sessions.get(NO_TENANT, "parent") is None
+    ask(cache, named(4, "new"), "other")
+    assert [there(cache, named(4, name)) for name in ("parent", "child", "other")] == [0, 4, 4]
+
+
 def test_generated_chunks_belong_to_the_session_too(cache):
     prompt = named(4, "one")
     match = cache.match(prompt, ONE, session="one")

@@ -74,8 +74,8 @@ def test_the_oldest_nameless_session_is_forgotten_first():
     nameless = book.nameless(chain("bbb"))
     book.extend(nameless, chain("bbb"))
     two = book.named(TENANT, "two")
-    assert book.extend(two, chain("ccccc")) == [nameless]
-    assert book.extend(book.named(TENANT, "three"), chain("ddd")) == [one]
+    assert book.extend(two, chain("ccccc")) == [(nameless, None)]
+    assert book.extend(book.named(TENANT, "three"), chain("ddd")) == [(one, None)]
     book.check()
     assert two in book
     assert one not in book
