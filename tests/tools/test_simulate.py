@@ -26,6 +26,7 @@ from lmtier.testing import opaque_layout
 from lmtier.tools.cli import main
 from lmtier.tools.sim import report, synthetic, traces
 from lmtier.tools.sim.bound import most_hits, set_bounds
+from lmtier.tools.sim.recorded import read_recorded
 from lmtier.tools.sim.replay import Hardware, ReplayResult, replay
 from lmtier.tools.sim.traces import Trace, TraceRequest
 
@@ -122,6 +123,87 @@ def test_no_cache_finds_more_than_the_bound(trace):
     assert all(0 < found <= bound < 1 for found, bound in pairs)
     assert small[0] < small[1]
     assert "bound %" in report.report(outcomes)
+
+
+def recording(folder: Path, name: str, relative: bool = True, start: float = 5.0) -> None:
+    """A session of two requests an hour and a half apart, and a sub-agent of two."""
+
+    def request(t: float, *blocks: int) -> dict[str, Any]:
+        return {"type": "n", "t": t, "in": 64 * len(blocks) + 7, "out": 9, "hash_ids": blocks, "model": "m"}
+
+    begin = 0.0 if relative else start
+    inner = [request(begin, 71, 72, 73), request(begin + 2, 71, 72, 73, 74)]
+    agent = {"type": "subagent", "t": start, "requests": inner, "tool_tokens": 64, "system_tokens": 64}
+    session = {"id": name, "block_size": 64, "tool_tokens": 64, "system_tokens": 70}
+    session["requests"] = [request(0, 1, 2, 3), agent, request(5400, 1, 2, 3, 4, 5)]
+    (folder / f"{name}.json").write_text(json.dumps(session))
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_recorded_sessions_run_as_users_begin_them(tmp_path, relative):
+    for name in ("a", "b", "c"):
+        recording(tmp_path, name, relative)
+    trace = read_recorded(tmp_path, users=2, longest_gap=3600)
+    found = [(each.at, each.session, each.parent) for each in trace.requests]
+    times = {"": [0.0, 3607.0], "/1": [5.0, 7.0]}  # the gap after the sub-agent is cut to an hour
+    wanted = [
+        (start + at, f"{name}{agent}", agent and name)
+        for name, start in (("a", 0.0), ("b", 0.0), ("c", 3607.0))
+        for agent, each in times.items()
+        for at in each
+    ]
+    assert sorted(found) == sorted(wanted)
+    assert [at for at, *_ in found] == sorted(at for at, *_ in found)
+    assert trace.block_tokens == 64
+
+
+def test_recorded_sessions_share_tools_and_system_prompt(tmp_path):
+    for name in ("a", "b"):
+        recording(tmp_path, name)
+    first, *_ = (trace := read_recorded(tmp_path)).requests
+    by_session = {request.session: request.blocks for request in trace.requests}
+    a, b = by_session["a"], by_session["b"]
+    assert a[:2] == b[:2] == first.blocks[:2]
+    assert not {*a[2:]} & {*b[2:]}
+    assert by_session["a/1"][:2] == by_session["b/1"][:2]
+    assert not {*by_session["a/1"]} & {*a}, "another system prompt"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "no recorded session: Expecting property name"),
+        ('{"id": "a", "requests": []}', "no recorded session: 'block_size' is missing"),
+        ('{"id": "a", "block_size": 0, "requests": []}', "block_size is 0; all files need one size above 0"),
+        ('{"id": "a", "block_size": 64, "requests": []}', "no requests"),
+        ('{"id": "a", "block_size": 64, "requests": [{"type": "n"}]}', "'hash_ids' is missing"),
+        ("[]", "no recorded session: list indices must be integers"),
+    ],
+)
+def test_what_is_no_recording_is_one_sentence(tmp_path, capsys, content, why):
+    (tmp_path / "one.json").write_text(content)
+    assert main(["simulate", str(tmp_path), "-t", "cpu://?capacity=1GiB"]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_folder_of_recordings_is_simulated(tmp_path, capsys):
+    for name in ("a", "b"):
+        recording(tmp_path, name)
+    words = [
+        "simulate",
+        str(tmp_path),
+        "-t",
+        "cpu://?capacity=1GiB",
+        "--chunk-tokens",
+        "64",
+        "--hints",
+        "ends",
+    ]
+    assert main([*words, "--users", "1"]) == 0
+    assert "8 requests in 2 h" in capsys.readouterr().out
+    (empty := tmp_path / "empty").mkdir()
+    assert main(["simulate", str(empty), "-t", "cpu://?capacity=1GiB"]) == 2
+    assert "there is no .json file in this folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("write", ["always", "reused", "evicted", "auto", "auto&writes_per_day=1GiB"])

@@ -19,7 +19,10 @@ from lmtier.tools.terminal import Progress, say, until_interrupted
 def _simulate_options(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "trace", nargs="?", type=Path, help="a request log in the format of Mooncake, Qwen-Bailian or Azure"
+        "trace",
+        nargs="?",
+        type=Path,
+        help="a request log in the format of Mooncake, Qwen-Bailian or Azure, or a folder of recorded agents",
     )
     what.add_argument(
         "--synthetic", choices=("multi-turn", "agentic", "rag"), help="use generated traffic instead of a log"
@@ -64,6 +67,20 @@ def _simulate_options(parser: ArgumentParser) -> None:
         type=whole_number,
         metavar="N",
         help="size of the trace's blocks, if it is not clear",
+    )
+    parser.add_argument(
+        "--users",
+        type=whole_number,
+        default=12,
+        metavar="N",
+        help="of recorded sessions, a folder of .json: how many run at a time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--longest-gap",
+        type=seconds,
+        default="1h",
+        metavar="TIME",
+        help="of recorded sessions: the longest time between two requests of one (default: %(default)s)",
     )
     parser.add_argument(
         "--prefill",
@@ -138,13 +155,14 @@ def _simulate(args: Namespace) -> Exit:
     from lmtier.tools import sizing
     from lmtier.tools.sim import report, synthetic, traces
     from lmtier.tools.sim.bound import set_bounds
+    from lmtier.tools.sim.recorded import read_recorded
     from lmtier.tools.sim.replay import Hardware, replay
 
     configurations = report.variants(args.tier, args.policy, args.write)
     for urls in configurations:
         # Report errors before the work begins.
         config.Config(tiers=urls, chunk_tokens=256 if args.chunk_tokens is None else args.chunk_tokens)
-    for name in ("requests", "prefill", "block_tokens"):
+    for name in ("requests", "prefill", "block_tokens", "users"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be more than 0")
     hints = args.hints.split(",") if args.hints else ["trace"]
@@ -161,7 +179,10 @@ def _simulate(args: Namespace) -> Exit:
     if args.synthetic:
         trace = synthetic.make(args.synthetic, requests=args.requests, seed=args.seed)
     else:
-        trace = traces.read(args.trace, block_tokens=args.block_tokens)
+        if args.trace.is_dir() or args.trace.suffix == ".json":
+            trace = read_recorded(args.trace, args.users, args.longest_gap)
+        else:
+            trace = traces.read(args.trace, block_tokens=args.block_tokens)
     chunk_tokens = args.chunk_tokens or max(256, trace.block_tokens)
     if (per_token := args.bytes_per_token) <= 0:
         raise ConfigError(f"--bytes-per-token {per_token}: must be more than 0")
