@@ -160,7 +160,7 @@ def test_recorded_sessions_run_as_users_begin_them(tmp_path, relative):
 def test_recorded_sessions_share_tools_and_system_prompt(tmp_path):
     for name in ("a", "b"):
         recording(tmp_path, name)
-    first, *_ = (trace := read_recorded(tmp_path)).requests
+    first, *_ = (trace := read_recorded(tmp_path, users=2, longest_gap=3600)).requests
     by_session = {request.session: request.blocks for request in trace.requests}
     a, b = by_session["a"], by_session["b"]
     assert a[:2] == b[:2] == first.blocks[:2]

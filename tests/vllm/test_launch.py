@@ -98,10 +98,9 @@ def test_a_server_waits_for_an_engine_that_others_hold_up(tmp_path, lines, monke
     monkeypatch.setattr(launch, "_LINGER", 0.5)
     engine = launcher([CPU])
     engine.begin("a worker")
-    other = launcher([CPU]).connect("another rank")  # the server counts its time from here, or later
-    run = other.run_id
-    other.close()
-    time.sleep(2.0)  # four times as long as it waits
+    with closing(launcher([CPU]).connect("another rank")) as other:
+        run = other.run_id
+        until(lambda: "a worker" in [each["name"] for each in other.report()["clients"]])
     with closing(engine.begun("a worker")) as client:
         assert client.run_id == run, servers_log(engine)
     until(lambda: "there was no engine" in servers_log(engine))

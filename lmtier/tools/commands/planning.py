@@ -179,7 +179,7 @@ def _simulate(args: Namespace) -> Exit:
     if args.synthetic:
         trace = synthetic.make(args.synthetic, requests=args.requests, seed=args.seed)
     else:
-        if args.trace.is_dir() or args.trace.suffix == ".json":
+        if args.trace.is_dir():
             trace = read_recorded(args.trace, args.users, args.longest_gap)
         else:
             trace = traces.read(args.trace, block_tokens=args.block_tokens)

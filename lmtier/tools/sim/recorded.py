@@ -17,15 +17,13 @@ from typing import Any
 from lmtier.errors import ConfigError
 from lmtier.tools.sim.traces import Trace, TraceRequest
 
-USERS = 12
-"""Sessions that run at a time."""
-LONGEST_GAP = 3600.0
-"""Seconds between two requests of a session, at most."""
 
+def read_recorded(path: Path, users: int, longest_gap: float) -> Trace:
+    """Reads all files of a folder: `users` sessions at a time, each gap of one at most so many seconds.
 
-def read_recorded(path: Path, users: int = USERS, longest_gap: float = LONGEST_GAP) -> Trace:
-    """Reads a file, or all files of a folder. A user who ends a session begins the next one."""
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    A user who ends a session begins the next one.
+    """
+    files = sorted(path.glob("*.json"))
     if not files:
         raise ConfigError(f"trace {path}: there is no .json file in this folder")
     block_tokens, requests, ids = 0, list[TraceRequest](), dict[Hashable, int]()
